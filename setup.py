@@ -1,0 +1,24 @@
+"""Builds shm._core, the one C extension (stable ABI, so one wheel serves every CPython from 3.11)."""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "shm._core",
+            sources=[
+                "shm/csrc/module.c",
+                "shm/csrc/ring.c",
+                "shm/csrc/doorbell.c",
+                "shm/csrc/block.c",
+                "shm/csrc/base64.c",
+            ],
+            depends=["shm/csrc/layout.h", "shm/csrc/core.h"],
+            include_dirs=["shm/csrc"],
+            define_macros=[("Py_LIMITED_API", "0x030B0000")],
+            extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"],
+            py_limited_api=True,
+        )
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

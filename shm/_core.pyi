@@ -1,0 +1,115 @@
+"""The C extension: whole operations on shared memory, each with its memory order inside.
+
+Buffers are anything with the buffer protocol (mmap, memoryview). Every offset is in bytes and is
+checked against the buffer; a bad one is ValueError. All words are little-endian and naturally aligned.
+A ring has two sides, which may lie in different regions (layout.h):
+
+    producer side:  tail u64 at +0, slots at +128 (slot_count x 128 bytes)      written by the producer
+    consumer side:  head u64 at +0, armed u32 at +128                            written by the consumer
+                    (armed is also exchanged to 0 by a producer that may write there)
+"""
+
+from typing import Final
+
+from typing_extensions import Buffer
+
+CACHE_LINE_BYTES: Final = 128
+SLOT_BYTES: Final = 128
+PRODUCER_SIDE_OVERHEAD_BYTES: Final = 128
+CONSUMER_SIDE_BYTES: Final = 256
+BLOCK_HEADER_BYTES: Final = 64
+
+class Producer:
+    """The publishing end of a ring. One per ring, one thread at a time."""
+
+    def __init__(
+        self,
+        producer_side: Buffer,
+        producer_offset: int,
+        consumer_side: Buffer,
+        consumer_offset: int,
+        slot_count: int,
+        eventfd: int = -1,
+    ) -> None:
+        """slot_count: a power of two. eventfd: descriptor of the consumer's bell, -1 for a futex bell.
+
+        If consumer_side is a read-only buffer, armed is only loaded (the consumer disarms itself);
+        that needs an eventfd bell. The producer resumes at the tail it finds (its own word).
+        """
+
+    def try_publish(self, descriptor: Buffer) -> bool:
+        """Copy up to 128 bytes (zero padded) into the next slot, release tail, ring if armed.
+
+        False when the ring is full. RegionCorrupt when the peer's head is impossible.
+        """
+
+    def ring(self) -> None:
+        """Wake an armed consumer without publishing (used after proof of death or to stop a thread)."""
+
+    def free_slots(self) -> int: ...
+    @property
+    def published(self) -> int: ...
+
+class Consumer:
+    """The taking end of a ring. One per ring, one thread at a time."""
+
+    def __init__(
+        self,
+        producer_side: Buffer,
+        producer_offset: int,
+        consumer_side: Buffer,
+        consumer_offset: int,
+        slot_count: int,
+    ) -> None: ...
+    def try_take(self) -> bytes | None:
+        """Copy of the next slot (always 128 bytes), or None. RegionCorrupt if tail is impossible."""
+
+    def arm(self) -> bool:
+        """Arm, fence, re-check: True when armed and empty (safe to sleep); False (and disarmed) if not empty."""
+
+    def disarm(self) -> None: ...
+    def take(self, timeout_ns: int, spin_ns: int = 0) -> bytes | None:
+        """try_take; else spin up to spin_ns, then arm and sleep on the futex. None at the timeout or when
+        woken by Producer.ring without a message. The GIL is released; signals are handled (may raise)."""
+
+    def wake(self) -> None:
+        """From another thread of this process: make a sleeping take() return None."""
+
+    def pending(self) -> int: ...
+    @property
+    def taken(self) -> int: ...
+
+def header_load(segment: Buffer, offset: int) -> bytes:
+    """A consistent copy of a block header's 64 bytes (state and generation re-read after the copy)."""
+
+def header_store(segment: Buffer, offset: int, header: Buffer) -> None:
+    """Fill a header: body first, generation next, state last by release; bumps change_seq, wakes waiters.
+
+    change_seq in `header` is ignored. Called by the segment's one writer only.
+    """
+
+def header_store_state(segment: Buffer, offset: int, state: int) -> None:
+    """Release-store the state, bump change_seq, wake every waiter."""
+
+def header_store_rows_ready(segment: Buffer, offset: int, rows_ready: int) -> None:
+    """Release-store rows_ready, bump change_seq, wake every waiter."""
+
+def header_wait(segment: Buffer, offset: int, seen_change_seq: int, timeout_ns: int) -> bool:
+    """Futex-wait (works on a read-only mapping) until change_seq differs from seen. False at the timeout."""
+
+def word_load(region: Buffer, offset: int) -> int:
+    """Acquire-load of an aligned u64 (worker status words, region version)."""
+
+def word_store(region: Buffer, offset: int, value: int) -> None:
+    """Release-store of an aligned u64 by its one writer."""
+
+def base64_decode_into(source: Buffer | str, target: Buffer, target_offset: int) -> int:
+    """Strict RFC 4648 base64 (padding optional, CR/LF/blank skipped), without the GIL, straight into
+    target. Bytes written. ValueError for a bad character, bad length or too small a target (message
+    names the position, never content). `str` must be ASCII."""
+
+def base64_decoded_bytes(source: Buffer | str) -> int:
+    """Upper bound of what base64_decode_into writes, from the length alone (no scan)."""
+
+def set_parent_death_signal(signal: int) -> None:
+    """prctl(PR_SET_PDEATHSIG). The caller checks getppid() afterwards."""

@@ -1,0 +1,70 @@
+"""Errors of the data plane, by cause. Raised by shm, caught by app and gpu_workers, and by prefill's code.
+
+ErrorCode is what crosses a ring: numbers only. `app.errors` turns a code into an HTTP status and a text.
+"""
+
+from enum import IntEnum, unique
+
+
+class ShmError(Exception):
+    """Base of everything that shm raises on purpose."""
+
+
+class RegionCorrupt(ShmError):
+    """A shared word holds what its writer never stores. Stop trusting that region."""
+
+
+class StaleHandle(ShmError):
+    """The handle's lease has ended, or its block now belongs to another request."""
+
+
+class WorkerLost(ShmError):
+    """The worker died before the block was READY. Ask for the encode again."""
+
+
+class EncodeFailed(ShmError):
+    """The block ended FAILED while a reader waited for its rows."""
+
+
+class SessionClosed(ShmError):
+    """The daemon ended the session, or refused it."""
+
+
+class LeaseRefused(ShmError):
+    """The session holds its cap of leased bytes; release something first."""
+
+
+class WaitTimeout(ShmError):
+    """The rows were not there within the caller's timeout."""
+
+
+class RegionUnavailable(ShmError):
+    """A region of this size cannot be had; the message names wanted, available and the fix."""
+
+
+@unique
+class ErrorCode(IntEnum):
+    """Why an encode failed, as it stands in a completion record's `error` field.
+
+    `error_item` names the item; `error_value` and `error_limit` carry the two numbers of the message.
+    """
+
+    NONE = 0
+    # The item's bytes: the caller's fault (4xx).
+    NOT_AN_IMAGE = 1
+    TRUNCATED = 2
+    UNSUPPORTED_FORMAT = 3
+    TOO_MANY_PIXELS = 4
+    ASPECT_RATIO = 5
+    EMPTY_ITEM = 6
+    DECODE_FAILED = 7
+    MODALITY_UNSUPPORTED = 8
+    TOO_LARGE_FOR_SEGMENT = 9
+    # The worker's state (5xx or retried).
+    SEGMENT_FULL = 20
+    OUT_OF_DEVICE_MEMORY = 21
+    FORWARD_FAILED = 22
+    DEADLINE = 23
+    CANCELLED = 24
+    WORKER_LOST = 25
+    INTERNAL = 26

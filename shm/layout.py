@@ -1,0 +1,345 @@
+"""The bytes of every region, once: constants and struct formats. Mirrors csrc/layout.h (a test compares them).
+
+Read by everything in shm, by app and by gpu_workers. Nothing here touches memory.
+
+Region header, 128 bytes, written by the region's creator before anyone else maps it, `version` last:
+
+    0 magic u64 | 8 version u64 | 16 size_bytes u64 | 24 boot_id 16 bytes | 40 kind u32 | 44 index u32
+    48 epoch u32 | 52 count u32 (slots or blocks) | 56 payload_offset u64 | 64..127 zero
+"""
+
+import struct
+from enum import IntEnum, unique
+from typing import Final, NamedTuple, Self
+
+from shm.errors import RegionCorrupt
+
+MAGIC: Final = int.from_bytes(b"ENCODRD1", "little")
+LAYOUT_VERSION: Final = 1
+PAGE_BYTES: Final = 4096
+LINE_BYTES: Final = 128
+SLOT_BYTES: Final = 128
+BLOCK_HEADER_BYTES: Final = 64
+REGION_HEADER_BYTES: Final = 128
+VERSION_OFFSET: Final = 8
+
+# Sides of a ring: see _core.pyi.
+CONSUMER_SIDE_BYTES: Final = 256
+
+
+def producer_side_bytes(slot_count: int) -> int:
+    """Bytes of a ring's producer side: the tail line and the slots."""
+    return LINE_BYTES + slot_count * SLOT_BYTES
+
+
+def page_align(nbytes: int) -> int:
+    """nbytes rounded up to whole pages."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@unique
+class RegionKind(IntEnum):
+    """What a region holds."""
+
+    LINK = 1
+    ARENA = 2
+    SEGMENT = 3
+    SESSION_CLIENT = 4
+    SESSION_CONTROL = 5
+
+
+class RegionHeader(NamedTuple):
+    """The first 128 bytes of a region. Written by its creator, version last."""
+
+    kind: RegionKind
+    index: int
+    epoch: int
+    size_bytes: int
+    count: int
+    payload_offset: int
+    boot_id: bytes
+
+    FORMAT = struct.Struct("<QQQ16sIIIIQ64x")
+
+    def pack(self) -> bytes:
+        """128 bytes with version 0: the creator stores the version by release afterwards."""
+        return self.FORMAT.pack(
+            MAGIC, 0, self.size_bytes, self.boot_id, self.kind, self.index, self.epoch,
+            self.count, self.payload_offset,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """Parse and check; RegionCorrupt if this is not a finished region of our layout."""
+        magic, version, size, boot_id, kind, index, epoch, count, payload = cls.FORMAT.unpack(raw)
+        if magic != MAGIC or version != LAYOUT_VERSION:
+            raise RegionCorrupt("not an encoderd region of this layout version")
+        try:
+            return cls(RegionKind(kind), index, epoch, size, count, payload, boot_id)
+        except ValueError:
+            raise RegionCorrupt(f"unknown region kind {kind}") from None
+
+
+assert RegionHeader.FORMAT.size == REGION_HEADER_BYTES
+
+# --- LINK region: one per worker launch. Control creates it; the worker inherits the descriptor. ---
+# worker status line: written by the worker.
+LINK_STATE_OFFSET: Final = 128  # u64 WorkerState
+LINK_HEARTBEAT_OFFSET: Final = 136  # u64 CLOCK_MONOTONIC ns, at least once a second
+LINK_OLDEST_STEP_OFFSET: Final = 144  # u64 ns when the oldest decode/forward under way began, 0 idle
+LINK_COMPLETED_OFFSET: Final = 152  # u64 count of finished jobs (any outcome)
+LINK_INFO_BYTES_OFFSET: Final = 160  # u64 length of the info run, stored before state READY/FAILED
+LINK_INFO_OFFSET: Final = 4096  # msgpack WorkerInfo (READY) or UTF-8 reason (FAILED)
+LINK_INFO_CAPACITY_BYTES: Final = 4096
+LINK_SUBMISSION_OFFSET: Final = 8192  # consumer side (worker), then producer side (control)
+
+
+def link_submission_offsets() -> tuple[int, int]:
+    """(producer side, consumer side) of the submission ring. Control produces, the worker consumes."""
+    return LINK_SUBMISSION_OFFSET + CONSUMER_SIDE_BYTES, LINK_SUBMISSION_OFFSET
+
+
+def link_completion_offsets(slot_count: int) -> tuple[int, int]:
+    """(producer side, consumer side) of the completion ring. The worker produces, control consumes."""
+    base = LINK_SUBMISSION_OFFSET + CONSUMER_SIDE_BYTES + producer_side_bytes(slot_count)
+    return base + CONSUMER_SIDE_BYTES, base
+
+
+def link_bytes(slot_count: int) -> int:
+    """Size of a link region whose two rings have slot_count slots each."""
+    return page_align(LINK_SUBMISSION_OFFSET + 2 * (CONSUMER_SIDE_BYTES + producer_side_bytes(slot_count)))
+
+
+@unique
+class WorkerState(IntEnum):
+    """The worker's own word about itself, in its link's status line."""
+
+    STARTING = 0
+    LOADING = 1
+    READY = 2
+    DRAINING = 3
+    FAILED = 4
+
+
+# --- SESSION regions: the client writes one memfd, control the other (read-only at the client). ---
+SESSION_SIDE_OFFSET: Final = 128  # the ring side begins right after the region header
+SESSION_SLOT_COUNT: Final = 1024
+
+# --- SEGMENT region ---
+BLOCK_TABLE_OFFSET: Final = 4096
+
+
+def block_header_offset(block: int) -> int:
+    """Where block's 64-byte header lies in its segment."""
+    return BLOCK_TABLE_OFFSET + block * BLOCK_HEADER_BYTES
+
+
+@unique
+class BlockState(IntEnum):
+    """FREE -> FILLING -> READY or FAILED -> RETIRED -> FREE."""
+
+    FREE = 0
+    FILLING = 1
+    READY = 2
+    FAILED = 3
+    RETIRED = 4
+
+
+@unique
+class Dtype(IntEnum):
+    """Element types of a payload. The names are torch's and safetensors'."""
+
+    FLOAT32 = 1
+    FLOAT16 = 2
+    BFLOAT16 = 3
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 4 if self is Dtype.FLOAT32 else 2
+
+    @property
+    def label(self) -> str:
+        """The name in JSON and on the command line: float32, float16, bfloat16."""
+        return self.name.lower()
+
+
+class BlockHeader(NamedTuple):
+    """A block's 64 bytes. One writer: the segment's worker; control after proof of its death.
+
+    0 state u32 | 4 change_seq u32 (futex word) | 8 generation u64 | 16 offset u64 | 24 nbytes u64
+    32 rows u32 | 36 dim u32 | 40 rows_ready u32 | 44 dtype u32 | 48 epoch u32 | 52 metadata_bytes u32
+    56 run_bytes u64
+
+    A block's run is [metadata, padded to a page][payload]. `offset` is the payload's (page-aligned,
+    from the segment's start), `offset - page_align(metadata_bytes)` the run's; `run_bytes` covers both.
+    """
+
+    state: int
+    change_seq: int
+    generation: int
+    offset: int
+    nbytes: int
+    rows: int
+    dim: int
+    rows_ready: int
+    dtype: int
+    epoch: int
+    metadata_bytes: int
+    run_bytes: int
+
+    FORMAT = struct.Struct("<IIQQQIIIIIIQ")
+
+    def pack(self) -> bytes:
+        """The 64 bytes."""
+        return self.FORMAT.pack(*self)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """Parse without judging; the caller checks ranges (shared memory is input)."""
+        return cls(*cls.FORMAT.unpack(raw))
+
+
+assert BlockHeader.FORMAT.size == BLOCK_HEADER_BYTES
+
+
+# --- descriptors (128-byte slots) ---
+@unique
+class SubmissionKind(IntEnum):
+    """What control asks of a worker."""
+
+    ENCODE = 1
+    CANCEL = 2
+    RECLAIM = 3
+    DRAIN = 4
+
+
+class Submission(NamedTuple):
+    """Control -> worker. ticket: control's number of this attempt, unique per boot.
+
+    ENCODE uses arena_offset, arena_nbytes (the whole input block), metadata_bytes (msgpack
+    RequestMetadata at its head), deadline_ns, item_count. CANCEL uses ticket. RECLAIM uses block, generation.
+    """
+
+    kind: SubmissionKind
+    ticket: int = 0
+    deadline_ns: int = 0
+    arena_offset: int = 0
+    arena_nbytes: int = 0
+    metadata_bytes: int = 0
+    item_count: int = 0
+    block: int = 0
+    generation: int = 0
+
+    FORMAT = struct.Struct("<IIQQQQIIQ72x")
+
+    def pack(self) -> bytes:
+        """The 128-byte slot."""
+        return self.FORMAT.pack(
+            self.kind, self.block, self.ticket, self.deadline_ns, self.arena_offset,
+            self.arena_nbytes, self.metadata_bytes, self.item_count, self.generation,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """Parse a slot; RegionCorrupt for an unknown kind."""
+        kind, block, ticket, deadline, offset, nbytes, meta, items, generation = cls.FORMAT.unpack(raw)
+        try:
+            known = SubmissionKind(kind)
+        except ValueError:
+            raise RegionCorrupt(f"unknown submission kind {kind}") from None
+        return cls(known, ticket, deadline, offset, nbytes, meta, items, block, generation)
+
+
+assert Submission.FORMAT.size == SLOT_BYTES
+
+
+@unique
+class CompletionKind(IntEnum):
+    """What a worker reports."""
+
+    SHAPE_KNOWN = 1
+    READY = 2
+    FAILED = 3
+
+
+class Completion(NamedTuple):
+    """Worker -> control. SHAPE_KNOWN once a block is FILLING; then READY or FAILED ends the ticket.
+
+    A FAILED whose block field is NO_BLOCK never had one. A FAILED with a block: the block is in state
+    FAILED and control reclaims it. Durations are microseconds, clamped to u32.
+    """
+
+    kind: CompletionKind
+    ticket: int
+    block: int = 0
+    generation: int = 0
+    offset: int = 0
+    nbytes: int = 0
+    rows: int = 0
+    dim: int = 0
+    dtype: int = 0
+    metadata_bytes: int = 0
+    error: int = 0
+    error_item: int = 0
+    error_value: int = 0
+    error_limit: int = 0
+    queue_us: int = 0
+    preprocess_us: int = 0
+    forward_us: int = 0
+    copy_us: int = 0
+    batch_items: int = 0
+
+    FORMAT = struct.Struct("<IIQQQQIIIIIIQQIIIII28x")
+
+    def pack(self) -> bytes:
+        """The 128-byte slot."""
+        return self.FORMAT.pack(
+            self.kind, self.block, self.ticket, self.generation, self.offset, self.nbytes,
+            self.rows, self.dim, self.dtype, self.metadata_bytes, self.error, self.error_item,
+            self.error_value, self.error_limit, self.queue_us, self.preprocess_us,
+            self.forward_us, self.copy_us, self.batch_items,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """Parse a slot; RegionCorrupt for an unknown kind."""
+        kind, block, ticket, *rest = cls.FORMAT.unpack(raw)
+        try:
+            known = CompletionKind(kind)
+        except ValueError:
+            raise RegionCorrupt(f"unknown completion kind {kind}") from None
+        return cls(known, ticket, block, *rest)
+
+
+NO_BLOCK: Final = 0xFFFFFFFF
+assert Completion.FORMAT.size == SLOT_BYTES
+
+
+@unique
+class SessionKind(IntEnum):
+    """What a session's client says through its submission ring."""
+
+    RELEASE = 1
+
+
+class SessionDescriptor(NamedTuple):
+    """Client -> control, untrusted. RELEASE ends the lease with this number, if it is this session's."""
+
+    kind: int
+    lease: int
+
+    FORMAT = struct.Struct("<IIQ112x")
+
+    def pack(self) -> bytes:
+        """The 128-byte slot."""
+        return self.FORMAT.pack(self.kind, 0, self.lease)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """Parse without judging: the kind may be anything."""
+        kind, _, lease = cls.FORMAT.unpack(raw)
+        return cls(kind, lease)
+
+
+assert SessionDescriptor.FORMAT.size == SLOT_BYTES

@@ -1,0 +1,144 @@
+"""Variable-size messages: msgpack runs in input blocks and blocks, and the attach socket's datagrams.
+
+Both sides' formats live here: app and gpu_workers exchange RequestMetadata, BlockMetadata, WorkerConfig
+and WorkerInfo; the client and app.sessions exchange the attach datagrams. Decoding validates types
+(msgspec); ranges are the reader's to check.
+"""
+
+import msgspec
+
+
+class ItemSource(msgspec.Struct, frozen=True, array_like=True):
+    """One item's bytes inside the input block, relative to the block's start."""
+
+    offset: int
+    nbytes: int
+
+
+class RequestMetadata(msgspec.Struct, frozen=True, array_like=True):
+    """Head of an input block: what to encode. modality is lower case: image, video, audio."""
+
+    modality: str
+    items: list[ItemSource]
+
+
+class ItemRows(msgspec.Struct, frozen=True, array_like=True):
+    """One item's rows in the block, in request order. grids: [[t, h, w], ...] in patches."""
+
+    row_start: int
+    row_count: int
+    grids: list[list[int]]
+    width: int
+    height: int
+
+
+class BlockMetadata(msgspec.Struct, frozen=True, array_like=True):
+    """Head of a block's run: whose rows are where. Written before SHAPE_KNOWN."""
+
+    modality: str
+    items: list[ItemRows]
+
+
+class WorkerConfig(msgspec.Struct, frozen=True):
+    """All that a worker is told, as JSON in its argv. File descriptors are inherited numbers."""
+
+    index: int
+    epoch: int
+    parent_pid: int
+    checkpoint: str
+    tower: str  # "auto": by the checkpoint's model_type; "stub": the test tower, no torch
+    device: str  # "cpu", "cuda:0", ...
+    dtype: str  # "auto" (the checkpoint's), "float32", "float16", "bfloat16"
+    link_fd: int
+    arena_fd: int
+    segment_fd: int
+    completion_eventfd: int
+    slot_count: int
+    max_batch_items: int
+    max_batch_patches: int
+    preprocess_threads: int
+    torch_threads: int
+    max_pixels: int
+    max_aspect_ratio: int
+    rgba_background: str  # "white", "black", "drop"
+    trust_remote_code: bool
+    log_level: str
+    faults: list[str] = []  # named fault points, tests only
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """What a READY worker says of itself, once, in its link region."""
+
+    model_type: str
+    modalities: list[str]
+    dim: int
+    dtype: str
+    device: str
+    tower_bytes: int
+    load_ms: int
+
+
+# --- attach socket (SOCK_SEQPACKET, one msgpack struct per datagram, SCM_RIGHTS beside it) ---
+
+
+class SegmentGrant(msgspec.Struct, frozen=True):
+    """A segment whose read-only descriptor comes with this datagram, in this order."""
+
+    index: int
+    epoch: int
+    size_bytes: int
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """First datagram of a session. Descriptors: [client region rw, control region ro, bell eventfd,
+    then one per segment]. http: where HTTP is served ("unix:/path" or "host:port"), for session.encode."""
+
+    session: int
+    layout_version: int
+    boot_id: str
+    http: str
+    segments: list[SegmentGrant]
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """Client -> control: turn the handle's nonce into a lease of this session."""
+
+    nonce: str
+    segment: int
+    epoch: int
+    block: int
+    generation: int
+
+
+class Attached(msgspec.Struct, frozen=True, tag="attached"):
+    """Control -> client: the lease. If `grant` is set, the segment's descriptor is beside it."""
+
+    lease: int
+    grant: SegmentGrant | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Control -> client. reason: "stale", "cap" or "protocol"."""
+
+    reason: str
+
+
+class Handle(msgspec.Struct, frozen=True):
+    """What HTTP returns and attach takes: a right to block@generation for whoever knows the nonce.
+
+    offset and nbytes describe the payload, dtype is float32, float16 or bfloat16. attach is the path
+    of the daemon's attach socket.
+    """
+
+    boot_id: str
+    segment: int
+    epoch: int
+    block: int
+    generation: int
+    offset: int
+    nbytes: int
+    rows: int
+    dim: int
+    dtype: str
+    nonce: str
+    attach: str = ""
