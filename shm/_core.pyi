@@ -65,7 +65,7 @@ class Consumer:
         """Copy of the next slot (always 128 bytes), or None. RegionCorrupt if tail is impossible."""
 
     def arm(self) -> bool:
-        """Arm, fence, re-check: True when armed and empty (safe to sleep); False (and disarmed) if not empty."""
+        """Arm, fence, re-check: True when armed and empty (safe to sleep); False, disarmed, if not empty."""
 
     def disarm(self) -> None: ...
     def take(self, timeout_ns: int, spin_ns: int = 0) -> bytes | None:

@@ -1,11 +1,11 @@
-"""The bytes of every region, once: constants and struct formats. Mirrors csrc/layout.h (a test compares them).
+"""The bytes of every region, once: constants and struct formats. Mirrors csrc/layout.h (a test compares).
 
 Read by everything in shm, by app and by gpu_workers. Nothing here touches memory.
 
 Region header, 128 bytes, written by the region's creator before anyone else maps it, `version` last:
 
-    0 magic u64 | 8 version u64 | 16 size_bytes u64 | 24 boot_id 16 bytes | 40 kind u32 | 44 index u32
-    48 epoch u32 | 52 count u32 (slots or blocks) | 56 payload_offset u64 | 64..127 zero
+    0 magic u64 | 8 version u64 | 16 size_bytes u64 | 24 boot_id 16 bytes | 40 kind u32 | 44 place u32
+    48 epoch u32 | 52 capacity u32 (slots or blocks) | 56 payload_offset u64 | 64..127 zero
 """
 
 import struct
@@ -48,39 +48,40 @@ class RegionKind(IntEnum):
     SESSION_CONTROL = 5
 
 
+_REGION_HEADER: Final = struct.Struct("<QQQ16sIIIIQ64x")
+
+
 class RegionHeader(NamedTuple):
     """The first 128 bytes of a region. Written by its creator, version last."""
 
     kind: RegionKind
-    index: int
+    place: int
     epoch: int
     size_bytes: int
-    count: int
+    capacity: int
     payload_offset: int
     boot_id: bytes
 
-    FORMAT = struct.Struct("<QQQ16sIIIIQ64x")
-
     def pack(self) -> bytes:
         """128 bytes with version 0: the creator stores the version by release afterwards."""
-        return self.FORMAT.pack(
-            MAGIC, 0, self.size_bytes, self.boot_id, self.kind, self.index, self.epoch,
-            self.count, self.payload_offset,
+        return _REGION_HEADER.pack(
+            MAGIC, 0, self.size_bytes, self.boot_id, self.kind, self.place, self.epoch,
+            self.capacity, self.payload_offset,
         )  # fmt: skip
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
         """Parse and check; RegionCorrupt if this is not a finished region of our layout."""
-        magic, version, size, boot_id, kind, index, epoch, count, payload = cls.FORMAT.unpack(raw)
+        magic, version, size, boot_id, kind, place, epoch, capacity, payload = _REGION_HEADER.unpack(raw)
         if magic != MAGIC or version != LAYOUT_VERSION:
             raise RegionCorrupt("not an encoderd region of this layout version")
         try:
-            return cls(RegionKind(kind), index, epoch, size, count, payload, boot_id)
+            return cls(RegionKind(kind), place, epoch, size, capacity, payload, boot_id)
         except ValueError:
             raise RegionCorrupt(f"unknown region kind {kind}") from None
 
 
-assert RegionHeader.FORMAT.size == REGION_HEADER_BYTES
+assert _REGION_HEADER.size == REGION_HEADER_BYTES
 
 # --- LINK region: one per worker launch. Control creates it; the worker inherits the descriptor. ---
 # worker status line: written by the worker.
@@ -164,6 +165,9 @@ class Dtype(IntEnum):
         return self.name.lower()
 
 
+_BLOCK_HEADER: Final = struct.Struct("<IIQQQIIIIIIQ")
+
+
 class BlockHeader(NamedTuple):
     """A block's 64 bytes. One writer: the segment's worker; control after proof of its death.
 
@@ -188,19 +192,17 @@ class BlockHeader(NamedTuple):
     metadata_bytes: int
     run_bytes: int
 
-    FORMAT = struct.Struct("<IIQQQIIIIIIQ")
-
     def pack(self) -> bytes:
         """The 64 bytes."""
-        return self.FORMAT.pack(*self)
+        return _BLOCK_HEADER.pack(*self)
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
         """Parse without judging; the caller checks ranges (shared memory is input)."""
-        return cls(*cls.FORMAT.unpack(raw))
+        return cls(*_BLOCK_HEADER.unpack(raw))
 
 
-assert BlockHeader.FORMAT.size == BLOCK_HEADER_BYTES
+assert _BLOCK_HEADER.size == BLOCK_HEADER_BYTES
 
 
 # --- descriptors (128-byte slots) ---
@@ -212,6 +214,9 @@ class SubmissionKind(IntEnum):
     CANCEL = 2
     RECLAIM = 3
     DRAIN = 4
+
+
+_SUBMISSION: Final = struct.Struct("<IIQQQQIIQ72x")
 
 
 class Submission(NamedTuple):
@@ -231,11 +236,9 @@ class Submission(NamedTuple):
     block: int = 0
     generation: int = 0
 
-    FORMAT = struct.Struct("<IIQQQQIIQ72x")
-
     def pack(self) -> bytes:
         """The 128-byte slot."""
-        return self.FORMAT.pack(
+        return _SUBMISSION.pack(
             self.kind, self.block, self.ticket, self.deadline_ns, self.arena_offset,
             self.arena_nbytes, self.metadata_bytes, self.item_count, self.generation,
         )  # fmt: skip
@@ -243,7 +246,7 @@ class Submission(NamedTuple):
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
         """Parse a slot; RegionCorrupt for an unknown kind."""
-        kind, block, ticket, deadline, offset, nbytes, meta, items, generation = cls.FORMAT.unpack(raw)
+        kind, block, ticket, deadline, offset, nbytes, meta, items, generation = _SUBMISSION.unpack(raw)
         try:
             known = SubmissionKind(kind)
         except ValueError:
@@ -251,7 +254,7 @@ class Submission(NamedTuple):
         return cls(known, ticket, deadline, offset, nbytes, meta, items, block, generation)
 
 
-assert Submission.FORMAT.size == SLOT_BYTES
+assert _SUBMISSION.size == SLOT_BYTES
 
 
 @unique
@@ -261,6 +264,9 @@ class CompletionKind(IntEnum):
     SHAPE_KNOWN = 1
     READY = 2
     FAILED = 3
+
+
+_COMPLETION: Final = struct.Struct("<IIQQQQIIIIIIQQIIIII28x")
 
 
 class Completion(NamedTuple):
@@ -290,11 +296,9 @@ class Completion(NamedTuple):
     copy_us: int = 0
     batch_items: int = 0
 
-    FORMAT = struct.Struct("<IIQQQQIIIIIIQQIIIII28x")
-
     def pack(self) -> bytes:
         """The 128-byte slot."""
-        return self.FORMAT.pack(
+        return _COMPLETION.pack(
             self.kind, self.block, self.ticket, self.generation, self.offset, self.nbytes,
             self.rows, self.dim, self.dtype, self.metadata_bytes, self.error, self.error_item,
             self.error_value, self.error_limit, self.queue_us, self.preprocess_us,
@@ -304,7 +308,7 @@ class Completion(NamedTuple):
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
         """Parse a slot; RegionCorrupt for an unknown kind."""
-        kind, block, ticket, *rest = cls.FORMAT.unpack(raw)
+        kind, block, ticket, *rest = _COMPLETION.unpack(raw)
         try:
             known = CompletionKind(kind)
         except ValueError:
@@ -313,7 +317,7 @@ class Completion(NamedTuple):
 
 
 NO_BLOCK: Final = 0xFFFFFFFF
-assert Completion.FORMAT.size == SLOT_BYTES
+assert _COMPLETION.size == SLOT_BYTES
 
 
 @unique
@@ -323,23 +327,24 @@ class SessionKind(IntEnum):
     RELEASE = 1
 
 
+_SESSION_DESCRIPTOR: Final = struct.Struct("<IIQ112x")
+
+
 class SessionDescriptor(NamedTuple):
     """Client -> control, untrusted. RELEASE ends the lease with this number, if it is this session's."""
 
     kind: int
     lease: int
 
-    FORMAT = struct.Struct("<IIQ112x")
-
     def pack(self) -> bytes:
         """The 128-byte slot."""
-        return self.FORMAT.pack(self.kind, 0, self.lease)
+        return _SESSION_DESCRIPTOR.pack(self.kind, 0, self.lease)
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
         """Parse without judging: the kind may be anything."""
-        kind, _, lease = cls.FORMAT.unpack(raw)
+        kind, _, lease = _SESSION_DESCRIPTOR.unpack(raw)
         return cls(kind, lease)
 
 
-assert SessionDescriptor.FORMAT.size == SLOT_BYTES
+assert _SESSION_DESCRIPTOR.size == SLOT_BYTES
