@@ -1,5 +1,6 @@
 """What the daemon is told, typed, once. Built by `app.cli`, read by everyone in app, changed by no one."""
 
+import itertools
 import os
 import stat
 from pathlib import Path
@@ -11,13 +12,13 @@ from app.errors import ConfigError
 
 MEBIBYTE = 1 << 20
 EXIT_CONFIG = 78  # EX_CONFIG: systemd's RestartPreventExitStatus names it
-STOP_MARGIN_S = 15.0  # the unit's TimeoutStopSec is the drain plus this
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`encoderd serve`. Names end in their unit; durations are seconds, sizes bytes.
 
-    checkpoint is a directory by the time the engine sees it (app.cli resolves hub ids).
+    checkpoint is a directory by the time the engine sees it (app.cli resolves hub ids), and host, port and
+    uds are what was really bound (app.server replaces port 0 and what LISTEN_FDS gave).
     """
 
     checkpoint: str
@@ -45,6 +46,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     arena_bytes: int = 512 * MEBIBYTE
     shm_backing: Literal["auto", "posix", "memfd"] = "auto"
     attach_socket: str = ""
+    attach_fd: int = -1  # a listening SOCK_SEQPACKET from systemd; then attach_socket is its path
     attach_allow_uids: tuple[int, ...] = ()
     # limits of a request
     max_queued_requests: int = 256
@@ -88,7 +90,7 @@ def _check_timeout_order(config: ServeConfig) -> None:
         ("--stall-timeout", config.stall_timeout_s),
         ("--request-timeout", config.request_timeout_s),
     ]
-    for (shorter, shorter_s), (longer, longer_s) in zip(ordered, ordered[1:], strict=False):
+    for (shorter, shorter_s), (longer, longer_s) in itertools.pairwise(ordered):
         if shorter_s >= longer_s:
             raise ConfigError(f"{shorter} ({shorter_s:g} s) must be shorter than {longer} ({longer_s:g} s)")
     if config.body_idle_timeout_s > config.body_total_timeout_s:

@@ -1,6 +1,6 @@
 """Every way a request can end without an answer: one class per cause, one table to statuses and texts.
 
-Raised by the HTTP half and by the engine; turned into a response in `app.problems` and nowhere else.
+Raised by the HTTP half and by the engine; turned into a response in `app.problem` and nowhere else.
 Messages name the field and the limit; they never hold an address, a path or a traceback.
 """
 
@@ -76,6 +76,10 @@ class ItemUnavailable(RequestError):
     """The media host, or the file, did not give the bytes."""
 
 
+class ItemHostFailed(RequestError):
+    """The media host answered 5xx, 408 or 429, or the connection broke. Worth a retry."""
+
+
 class ItemHostTimeout(RequestError):
     """The media host did not answer in time. Worth a retry."""
 
@@ -144,6 +148,7 @@ CAUSES: Final[dict[type[RequestError], Cause]] = {
     ItemTooLarge: Cause(413, "item_too_large", "An item is too large"),
     ItemRefused: Cause(403, "item_refused", "An item is refused by policy"),
     ItemUnavailable: Cause(422, "item_unavailable", "An item could not be read"),
+    ItemHostFailed: Cause(424, "item_host_failed", "The media host failed", True),
     ItemHostTimeout: Cause(504, "item_host_timeout", "The media host did not answer in time", True),
     ItemUndecodable: Cause(422, "item_undecodable", "An item cannot be encoded"),
     QueueFull: Cause(429, "queue_full", "Too many requests are under way", True),
