@@ -6,7 +6,10 @@ A ring has two sides, which may lie in different regions (layout.h):
 
     producer side:  tail u64 at +0, slots at +128 (slot_count x 128 bytes)      written by the producer
     consumer side:  head u64 at +0, armed u32 at +128                            written by the consumer
-                    (armed is also exchanged to 0 by a producer that may write there)
+                    (armed is also exchanged by a producer that may write there: to 0 when it rings for a message,
+    to 2 by Producer.ring)
+
+BufferError where a buffer must be writable and is not.
 """
 
 from typing import Final
@@ -18,6 +21,7 @@ SLOT_BYTES: Final = 128
 PRODUCER_SIDE_OVERHEAD_BYTES: Final = 128
 CONSUMER_SIDE_BYTES: Final = 256
 BLOCK_HEADER_BYTES: Final = 64
+BLOCK_STATE_FREE: Final = 0
 
 class Producer:
     """The publishing end of a ring. One per ring, one thread at a time."""
@@ -37,18 +41,29 @@ class Producer:
         that needs an eventfd bell. The producer resumes at the tail it finds (its own word).
         """
 
-    def try_publish(self, descriptor: Buffer) -> bool:
+    def try_publish(self, descriptor: Buffer, /) -> bool:
         """Copy up to 128 bytes (zero padded) into the next slot, release tail, ring if armed.
 
-        False when the ring is full. RegionCorrupt when the peer's head is impossible.
+        False when the ring is full. RegionCorrupt when the peer's head is impossible. OSError when the
+        eventfd cannot be written (the message is published all the same).
         """
 
     def ring(self) -> None:
-        """Wake an armed consumer without publishing (used after proof of death or to stop a thread)."""
+        """Wake the consumer without publishing (used after proof of death or to stop a thread).
 
-    def free_slots(self) -> int: ...
+        Sticky: a futex consumer that is awake has its next arm refused (its next idle take returns None);
+        an eventfd becomes readable.
+        """
+
+    def free_slots(self) -> int:
+        """Free slots right now. RegionCorrupt when the peer's head is impossible."""
+
     @property
-    def published(self) -> int: ...
+    def published(self) -> int:
+        """The ring's tail: messages ever published."""
+
+    def close(self) -> None:
+        """Give both buffers back, so that their mmap can close. Idempotent; any other use is ValueError then."""
 
 class Consumer:
     """The taking end of a ring. One per ring, one thread at a time."""
@@ -65,25 +80,40 @@ class Consumer:
         """Copy of the next slot (always 128 bytes), or None. RegionCorrupt if tail is impossible."""
 
     def arm(self) -> bool:
-        """Arm, fence, re-check: True when armed and empty (safe to sleep); False, disarmed, if not empty."""
+        """Arm, fence, re-check: True when armed and empty (safe to sleep). False, disarmed, when there is
+        a message, or the ring was rung or woken without one: try_take, then arm again."""
 
-    def disarm(self) -> None: ...
+    def disarm(self) -> None:
+        """Awake again: the producer need not ring. A take() does this itself."""
+
     def take(self, timeout_ns: int, spin_ns: int = 0) -> bytes | None:
-        """try_take; else spin up to spin_ns, then arm and sleep on the futex. None at the timeout or when
-        woken by Producer.ring without a message. The GIL is released; signals are handled (may raise)."""
+        """try_take; else spin up to spin_ns, then arm and sleep on the futex. None at the timeout (<= 0: at
+        once) or when woken by Producer.ring or wake() without a message. The GIL is released; signals are
+        handled (may raise). Meanwhile only wake, pending and taken may be used by other threads: anything
+        else is RuntimeError."""
 
     def wake(self) -> None:
-        """From another thread of this process: make a sleeping take() return None."""
+        """From another thread of this process: the take() under way, or the next idle one, returns None."""
 
-    def pending(self) -> int: ...
+    def pending(self) -> int:
+        """Messages to take right now. RegionCorrupt when the peer's tail is impossible."""
+
     @property
-    def taken(self) -> int: ...
+    def taken(self) -> int:
+        """The ring's head: messages ever taken."""
+
+    def close(self) -> None:
+        """Give both buffers back, so that their mmap can close. Idempotent; any other use is ValueError then.
+        RuntimeError while another thread is in take()."""
 
 def header_load(segment: Buffer, offset: int) -> bytes:
-    """A consistent copy of a block header's 64 bytes (state and generation re-read after the copy)."""
+    """A consistent copy of a block header's 64 bytes: state, generation and change_seq were the same after
+    the copy as before. When the state is FREE the other fields mean nothing (the block may be being filled).
+    RegionCorrupt if the header never holds still."""
 
 def header_store(segment: Buffer, offset: int, header: Buffer) -> None:
-    """Fill a header: body first, generation next, state last by release; bumps change_seq, wakes waiters.
+    """Fill a header: FREE first, so that no reader believes a half-written body; then the body, generation
+    next, state last by release; bumps change_seq twice, wakes waiters.
 
     change_seq in `header` is ignored. Called by the segment's one writer only.
     """
@@ -106,10 +136,10 @@ def word_store(region: Buffer, offset: int, value: int) -> None:
 def base64_decode_into(source: Buffer | str, target: Buffer, target_offset: int) -> int:
     """Strict RFC 4648 base64 (padding optional, CR/LF/blank skipped), without the GIL, straight into
     target. Bytes written. ValueError for a bad character, bad length or too small a target (message
-    names the position, never content). `str` must be ASCII."""
+    names the position, never content; target then holds what was decoded so far). `str` must be ASCII."""
 
-def base64_decoded_bytes(source: Buffer | str) -> int:
+def base64_decoded_bytes(source: Buffer | str, /) -> int:
     """Upper bound of what base64_decode_into writes, from the length alone (no scan)."""
 
-def set_parent_death_signal(signal: int) -> None:
+def set_parent_death_signal(signal: int, /) -> None:
     """prctl(PR_SET_PDEATHSIG). The caller checks getppid() afterwards."""

@@ -1,0 +1,164 @@
+/* base64.c - strict RFC 4648 section 4 decoding. Padding may be absent; CR, LF, tab and blank are skipped. */
+#include <string.h>
+
+#include "core.h"
+
+#define VALID 0x40 /* set in the table's entry of every alphabet character, above its six bits */
+
+/* character -> VALID + its value; 0: not in the alphabet. */
+static const unsigned char SEXTETS[256] = {
+    ['A'] = VALID + 0,  ['B'] = VALID + 1,  ['C'] = VALID + 2,  ['D'] = VALID + 3,  ['E'] = VALID + 4,
+    ['F'] = VALID + 5,  ['G'] = VALID + 6,  ['H'] = VALID + 7,  ['I'] = VALID + 8,  ['J'] = VALID + 9,
+    ['K'] = VALID + 10, ['L'] = VALID + 11, ['M'] = VALID + 12, ['N'] = VALID + 13, ['O'] = VALID + 14,
+    ['P'] = VALID + 15, ['Q'] = VALID + 16, ['R'] = VALID + 17, ['S'] = VALID + 18, ['T'] = VALID + 19,
+    ['U'] = VALID + 20, ['V'] = VALID + 21, ['W'] = VALID + 22, ['X'] = VALID + 23, ['Y'] = VALID + 24,
+    ['Z'] = VALID + 25, ['a'] = VALID + 26, ['b'] = VALID + 27, ['c'] = VALID + 28, ['d'] = VALID + 29,
+    ['e'] = VALID + 30, ['f'] = VALID + 31, ['g'] = VALID + 32, ['h'] = VALID + 33, ['i'] = VALID + 34,
+    ['j'] = VALID + 35, ['k'] = VALID + 36, ['l'] = VALID + 37, ['m'] = VALID + 38, ['n'] = VALID + 39,
+    ['o'] = VALID + 40, ['p'] = VALID + 41, ['q'] = VALID + 42, ['r'] = VALID + 43, ['s'] = VALID + 44,
+    ['t'] = VALID + 45, ['u'] = VALID + 46, ['v'] = VALID + 47, ['w'] = VALID + 48, ['x'] = VALID + 49,
+    ['y'] = VALID + 50, ['z'] = VALID + 51, ['0'] = VALID + 52, ['1'] = VALID + 53, ['2'] = VALID + 54,
+    ['3'] = VALID + 55, ['4'] = VALID + 56, ['5'] = VALID + 57, ['6'] = VALID + 58, ['7'] = VALID + 59,
+    ['8'] = VALID + 60, ['9'] = VALID + 61, ['+'] = VALID + 62, ['/'] = VALID + 63,
+};
+
+/* What the four VALID bits add to four entries put together. */
+#define VALID_BITS_OF_FOUR (VALID * ((1u << 18) + (1u << 12) + (1u << 6) + 1u))
+
+struct decoder {
+    const unsigned char *source;
+    size_t end;
+    size_t position;
+    unsigned char *target;
+    size_t room;
+    size_t written;
+    uint32_t bits; /* of the group under way */
+    int sextets;   /* of the group under way: 0 to 3 */
+};
+
+static bool is_blank(unsigned char character)
+{
+    return character == '\r' || character == '\n' || character == ' ' || character == '\t';
+}
+
+static inline uint32_t four_sextets(const unsigned char entries[4])
+{
+    return ((uint32_t)entries[0] << 18) + ((uint32_t)entries[1] << 12) + ((uint32_t)entries[2] << 6) + entries[3] -
+           VALID_BITS_OF_FOUR;
+}
+
+static inline void store_three(unsigned char *target, uint32_t bits)
+{
+    target[0] = (unsigned char)(bits >> 16);
+    target[1] = (unsigned char)(bits >> 8);
+    target[2] = (unsigned char)bits;
+}
+
+/* Whole groups of eight characters without anything to skip, while there is room for their six bytes. */
+static void decode_plain_run(struct decoder *decoder)
+{
+    const unsigned char *source = decoder->source + decoder->position;
+    unsigned char *target = decoder->target + decoder->written;
+    size_t groups = (decoder->end - decoder->position) / 8;
+    if (groups > (decoder->room - decoder->written) / 6)
+        groups = (decoder->room - decoder->written) / 6;
+    size_t done = 0;
+    for (; done < groups; done++, source += 8, target += 6) {
+        unsigned char entries[8];
+        for (int i = 0; i < 8; i++)
+            entries[i] = SEXTETS[source[i]];
+        if (!(entries[0] & entries[1] & entries[2] & entries[3] & entries[4] & entries[5] & entries[6] & entries[7]))
+            break; /* an entry of 0: skip or refuse it one by one */
+        store_three(target, four_sextets(entries));
+        store_three(target + 3, four_sextets(entries + 4));
+    }
+    decoder->position += done * 8;
+    decoder->written += done * 6;
+}
+
+static enum base64_status put_group(struct decoder *decoder, int bytes, uint32_t bits)
+{
+    if (decoder->room - decoder->written < (size_t)bytes)
+        return BASE64_TARGET_TOO_SMALL;
+    for (int i = 0; i < bytes; i++)
+        decoder->target[decoder->written++] = (unsigned char)(bits >> (16 - 8 * i));
+    return BASE64_OK;
+}
+
+/* The last group has two or three characters, hence one or two bytes. */
+static enum base64_status put_last_group(struct decoder *decoder)
+{
+    if (decoder->sextets == 0)
+        return BASE64_OK;
+    if (decoder->sextets == 1)
+        return BASE64_BAD_LENGTH;
+    return put_group(decoder, decoder->sextets - 1, decoder->bits << (6 * (4 - decoder->sextets)));
+}
+
+/* From the first '=': as many as the group lacks, then nothing but blanks. */
+static enum base64_status skip_padding(struct decoder *decoder)
+{
+    int missing = 4 - decoder->sextets;
+    if (decoder->sextets < 2)
+        return BASE64_BAD_PADDING;
+    for (; decoder->position < decoder->end; decoder->position++) {
+        unsigned char character = decoder->source[decoder->position];
+        if (character == '=' && missing > 0)
+            missing--;
+        else if (!is_blank(character))
+            return missing > 0 ? BASE64_BAD_PADDING : BASE64_DATA_AFTER_PADDING;
+    }
+    return missing > 0 ? BASE64_BAD_PADDING : BASE64_OK;
+}
+
+static enum base64_status decode_character(struct decoder *decoder, unsigned char character)
+{
+    unsigned char entry = SEXTETS[character];
+    if (entry == 0)
+        return is_blank(character) ? BASE64_OK : BASE64_BAD_CHARACTER;
+    decoder->bits = decoder->bits << 6 | (entry - VALID);
+    decoder->sextets += 1;
+    if (decoder->sextets < 4)
+        return BASE64_OK;
+    enum base64_status status = put_group(decoder, 3, decoder->bits);
+    decoder->bits = 0;
+    decoder->sextets = 0;
+    return status;
+}
+
+static enum base64_status decode_all(struct decoder *decoder)
+{
+    while (decoder->position < decoder->end) {
+        if (decoder->sextets == 0) {
+            decode_plain_run(decoder);
+            if (decoder->position == decoder->end)
+                break;
+        }
+        unsigned char character = decoder->source[decoder->position];
+        enum base64_status status;
+        if (character == '=') {
+            status = skip_padding(decoder);
+            if (status != BASE64_OK)
+                return status;
+            break;
+        }
+        status = decode_character(decoder, character);
+        if (status != BASE64_OK)
+            return status;
+        decoder->position++;
+    }
+    return put_last_group(decoder);
+}
+
+struct base64_result base64_decode(
+    const unsigned char *source, size_t nbytes, unsigned char *target, size_t room)
+{
+    struct decoder decoder = {.source = source, .end = nbytes, .target = target, .room = room};
+    enum base64_status status = decode_all(&decoder);
+    return (struct base64_result){.status = status, .position = decoder.position, .written = decoder.written};
+}
+
+size_t base64_decoded_bound(size_t nbytes)
+{
+    return nbytes / 4 * 3 + nbytes % 4 * 3 / 4;
+}

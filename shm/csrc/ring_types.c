@@ -1,0 +1,437 @@
+/* ring_types.c - shm._core.Producer and Consumer: buffers held, arguments checked, statuses made exceptions. */
+#include "binding.h"
+
+#include <errno.h>
+
+static PyObject *raise_corrupt(PyObject *self, const char *message)
+{
+    /* Neither type can be subclassed, so the type of self is the one made with our module. */
+    struct module_state *state = PyType_GetModuleState(Py_TYPE(self));
+    PyErr_SetString(state->region_corrupt, message);
+    return NULL;
+}
+
+/* Both sides of a ring inside their buffers. False with ValueError set. */
+static bool find_sides(
+    const Py_buffer *producer_side, Py_ssize_t producer_offset, const Py_buffer *consumer_side,
+    Py_ssize_t consumer_offset, uint64_t slot_count, void **producer, void **consumer)
+{
+    if (slot_count == 0 || (slot_count & (slot_count - 1)) != 0 || slot_count > UINT32_MAX) {
+        PyErr_SetString(PyExc_ValueError, "slot_count must be a power of two");
+        return false;
+    }
+    Py_ssize_t producer_bytes = PRODUCER_SIDE_OVERHEAD_BYTES + (Py_ssize_t)slot_count * SLOT_BYTES;
+    *producer = checked_range(producer_side, producer_offset, producer_bytes, "producer side");
+    if (*producer == NULL)
+        return false;
+    *consumer = checked_range(consumer_side, consumer_offset, CONSUMER_SIDE_BYTES, "consumer side");
+    return *consumer != NULL;
+}
+
+static void free_object(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+/* --- Producer --- */
+
+typedef struct {
+    PyObject_HEAD
+    struct ring_producer ring;
+    Py_buffer producer_side;
+    Py_buffer consumer_side;
+    bool open;
+} Producer;
+
+static bool producer_is_open(Producer *self)
+{
+    if (!self->open)
+        PyErr_SetString(PyExc_ValueError, "the producer is closed");
+    return self->open;
+}
+
+static bool producer_bind(Producer *self, Py_ssize_t producer_offset, Py_ssize_t consumer_offset)
+{
+    struct ring_producer *ring = &self->ring;
+    void *side, *peer;
+    if (!find_sides(&self->producer_side, producer_offset, &self->consumer_side, consumer_offset,
+                    ring->slot_count, &side, &peer))
+        return false;
+    ring->side = side;
+    ring->peer = peer;
+    ring->peer_writable = !self->consumer_side.readonly;
+    if (!ring->peer_writable && ring->eventfd < 0) {
+        PyErr_SetString(PyExc_ValueError, "a read-only consumer side needs an eventfd bell");
+        return false;
+    }
+    ring_producer_open(ring);
+    return true;
+}
+
+static int producer_init(Producer *self, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {
+        "producer_side", "producer_offset", "consumer_side", "consumer_offset", "slot_count", "eventfd", NULL};
+    PyObject *producer_side, *consumer_side;
+    Py_ssize_t producer_offset, consumer_offset;
+    uint64_t slot_count;
+    int eventfd = -1;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, keywords, "OO&OO&O&|i:Producer", names, &producer_side, convert_offset, &producer_offset,
+            &consumer_side, convert_offset, &consumer_offset, convert_u64, &slot_count, &eventfd))
+        return -1;
+    if (self->open) {
+        PyErr_SetString(PyExc_ValueError, "the producer is open already");
+        return -1;
+    }
+    if (PyObject_GetBuffer(producer_side, &self->producer_side, PyBUF_WRITABLE) < 0)
+        return -1;
+    if (PyObject_GetBuffer(consumer_side, &self->consumer_side, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&self->producer_side);
+        return -1;
+    }
+    self->ring.slot_count = slot_count;
+    self->ring.eventfd = eventfd;
+    if (!producer_bind(self, producer_offset, consumer_offset)) {
+        PyBuffer_Release(&self->consumer_side);
+        PyBuffer_Release(&self->producer_side);
+        return -1;
+    }
+    self->open = true;
+    return 0;
+}
+
+static PyObject *producer_close(Producer *self, PyObject *Py_UNUSED(unused))
+{
+    if (self->open) {
+        self->open = false;
+        PyBuffer_Release(&self->consumer_side);
+        PyBuffer_Release(&self->producer_side);
+    }
+    Py_RETURN_NONE;
+}
+
+static void producer_dealloc(Producer *self)
+{
+    Py_DECREF(producer_close(self, NULL));
+    free_object((PyObject *)self);
+}
+
+static PyObject *bell_failed(int error)
+{
+    errno = error;
+    return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+static PyObject *producer_try_publish(Producer *self, PyObject *descriptor)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(descriptor, &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (!producer_is_open(self)) {
+        PyBuffer_Release(&view);
+        return NULL;
+    }
+    if (view.len > SLOT_BYTES) {
+        PyBuffer_Release(&view);
+        PyErr_SetString(PyExc_ValueError, "a descriptor has at most 128 bytes");
+        return NULL;
+    }
+    int bell_error = 0;
+    enum ring_status status = ring_try_publish(&self->ring, view.buf, (size_t)view.len, &bell_error);
+    PyBuffer_Release(&view);
+    if (status == RING_CORRUPT)
+        return raise_corrupt((PyObject *)self, "the consumer's head is impossible");
+    if (bell_error != 0)
+        return bell_failed(bell_error);
+    return PyBool_FromLong(status == RING_OK);
+}
+
+static PyObject *producer_ring(Producer *self, PyObject *Py_UNUSED(unused))
+{
+    if (!producer_is_open(self))
+        return NULL;
+    int error = ring_producer_ring(&self->ring);
+    if (error != 0)
+        return bell_failed(error);
+    Py_RETURN_NONE;
+}
+
+static PyObject *producer_free_slots(Producer *self, PyObject *Py_UNUSED(unused))
+{
+    uint64_t count;
+    if (!producer_is_open(self))
+        return NULL;
+    if (ring_free_slots(&self->ring, &count) == RING_CORRUPT)
+        return raise_corrupt((PyObject *)self, "the consumer's head is impossible");
+    return PyLong_FromUnsignedLongLong(count);
+}
+
+static PyObject *producer_published(Producer *self, void *Py_UNUSED(closure))
+{
+    return producer_is_open(self) ? PyLong_FromUnsignedLongLong(self->ring.tail) : NULL;
+}
+
+static PyMethodDef producer_methods[] = {
+    {"try_publish", (PyCFunction)producer_try_publish, METH_O, "Publish a descriptor; False when full."},
+    {"ring", (PyCFunction)producer_ring, METH_NOARGS, "Wake the consumer without a message."},
+    {"free_slots", (PyCFunction)producer_free_slots, METH_NOARGS, "Free slots right now."},
+    {"close", (PyCFunction)producer_close, METH_NOARGS, "Give both buffers back."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef producer_properties[] = {
+    {"published", (getter)producer_published, NULL, "The ring's tail: messages ever published.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot producer_slots[] = {
+    {Py_tp_doc, "The publishing end of a ring. One per ring, one thread at a time."},
+    {Py_tp_init, producer_init},
+    {Py_tp_dealloc, producer_dealloc},
+    {Py_tp_methods, producer_methods},
+    {Py_tp_getset, producer_properties},
+    {0, NULL},
+};
+
+static PyType_Spec producer_spec = {
+    .name = "shm._core.Producer",
+    .basicsize = sizeof(Producer),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = producer_slots,
+};
+
+/* --- Consumer --- */
+
+typedef struct {
+    PyObject_HEAD
+    struct ring_consumer ring;
+    Py_buffer producer_side;
+    Py_buffer consumer_side;
+    bool open;
+    bool waiting; /* a thread is in take() without the GIL: the buffers must stay */
+} Consumer;
+
+static bool consumer_is_open(Consumer *self)
+{
+    if (!self->open)
+        PyErr_SetString(PyExc_ValueError, "the consumer is closed");
+    return self->open;
+}
+
+/* Open, and not in the hands of another thread. */
+static bool consumer_is_usable(Consumer *self)
+{
+    if (self->waiting) {
+        PyErr_SetString(PyExc_RuntimeError, "another thread is in take()");
+        return false;
+    }
+    return consumer_is_open(self);
+}
+
+static int consumer_init(Consumer *self, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {
+        "producer_side", "producer_offset", "consumer_side", "consumer_offset", "slot_count", NULL};
+    PyObject *producer_side, *consumer_side;
+    Py_ssize_t producer_offset, consumer_offset;
+    uint64_t slot_count;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, keywords, "OO&OO&O&:Consumer", names, &producer_side, convert_offset, &producer_offset,
+            &consumer_side, convert_offset, &consumer_offset, convert_u64, &slot_count))
+        return -1;
+    if (self->open) {
+        PyErr_SetString(PyExc_ValueError, "the consumer is open already");
+        return -1;
+    }
+    if (PyObject_GetBuffer(producer_side, &self->producer_side, PyBUF_SIMPLE) < 0)
+        return -1;
+    if (PyObject_GetBuffer(consumer_side, &self->consumer_side, PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&self->producer_side);
+        return -1;
+    }
+    void *peer, *side;
+    if (!find_sides(&self->producer_side, producer_offset, &self->consumer_side, consumer_offset, slot_count,
+                    &peer, &side)) {
+        PyBuffer_Release(&self->consumer_side);
+        PyBuffer_Release(&self->producer_side);
+        return -1;
+    }
+    self->ring.peer = peer;
+    self->ring.side = side;
+    self->ring.slot_count = slot_count;
+    ring_consumer_open(&self->ring);
+    self->open = true;
+    return 0;
+}
+
+static PyObject *consumer_close(Consumer *self, PyObject *Py_UNUSED(unused))
+{
+    if (!self->open)
+        Py_RETURN_NONE;
+    if (!consumer_is_usable(self))
+        return NULL;
+    self->open = false;
+    PyBuffer_Release(&self->consumer_side);
+    PyBuffer_Release(&self->producer_side);
+    Py_RETURN_NONE;
+}
+
+static void consumer_dealloc(Consumer *self)
+{
+    /* A thread in take() holds a reference, so this close cannot be refused. */
+    Py_XDECREF(consumer_close(self, NULL));
+    free_object((PyObject *)self);
+}
+
+static PyObject *tail_is_impossible(Consumer *self)
+{
+    return raise_corrupt((PyObject *)self, "the producer's tail is impossible");
+}
+
+static PyObject *consumer_try_take(Consumer *self, PyObject *Py_UNUSED(unused))
+{
+    unsigned char slot[SLOT_BYTES];
+    if (!consumer_is_usable(self))
+        return NULL;
+    switch (ring_try_take(&self->ring, slot)) {
+    case RING_OK:
+        return PyBytes_FromStringAndSize((const char *)slot, SLOT_BYTES);
+    case RING_CORRUPT:
+        return tail_is_impossible(self);
+    default:
+        Py_RETURN_NONE;
+    }
+}
+
+static PyObject *consumer_arm(Consumer *self, PyObject *Py_UNUSED(unused))
+{
+    if (!consumer_is_usable(self))
+        return NULL;
+    enum ring_status status = ring_consumer_arm(&self->ring);
+    if (status == RING_CORRUPT)
+        return tail_is_impossible(self);
+    return PyBool_FromLong(status == RING_EMPTY);
+}
+
+static PyObject *consumer_disarm(Consumer *self, PyObject *Py_UNUSED(unused))
+{
+    if (!consumer_is_usable(self))
+        return NULL;
+    doorbell_disarm(&self->ring.side->armed);
+    Py_RETURN_NONE;
+}
+
+/* Wait without the GIL until there is something to take; signals are handled on the way. */
+static enum ring_status wait_without_gil(Consumer *self, int64_t spin_ns, int64_t timeout_ns)
+{
+    int64_t deadline_ns = clock_deadline_ns(timeout_ns);
+    int64_t spin_until_ns = clock_deadline_ns(spin_ns < timeout_ns ? spin_ns : timeout_ns);
+    enum ring_status status;
+    self->waiting = true; /* also while a signal's handler runs: it may not close us */
+    do {
+        Py_BEGIN_ALLOW_THREADS
+        status = ring_consumer_wait(&self->ring, spin_until_ns, deadline_ns);
+        Py_END_ALLOW_THREADS
+    } while (status == RING_INTERRUPTED && PyErr_CheckSignals() == 0);
+    self->waiting = false;
+    return status;
+}
+
+static PyObject *consumer_take(Consumer *self, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"timeout_ns", "spin_ns", NULL};
+    long long timeout_ns, spin_ns = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "L|L:take", names, &timeout_ns, &spin_ns))
+        return NULL;
+    PyObject *message = consumer_try_take(self, NULL);
+    if (message != Py_None || timeout_ns <= 0)
+        return message;
+    switch (wait_without_gil(self, spin_ns, timeout_ns)) {
+    case RING_OK:
+        Py_DECREF(message);
+        return consumer_try_take(self, NULL);
+    case RING_CORRUPT:
+        Py_DECREF(message);
+        return tail_is_impossible(self);
+    case RING_INTERRUPTED: /* the signal's handler raised */
+        Py_DECREF(message);
+        return NULL;
+    default:
+        return message;
+    }
+}
+
+static PyObject *consumer_wake(Consumer *self, PyObject *Py_UNUSED(unused))
+{
+    if (!consumer_is_open(self))
+        return NULL;
+    ring_consumer_wake(&self->ring);
+    Py_RETURN_NONE;
+}
+
+static PyObject *consumer_pending(Consumer *self, PyObject *Py_UNUSED(unused))
+{
+    uint64_t count;
+    if (!consumer_is_open(self))
+        return NULL;
+    if (ring_pending(&self->ring, &count) == RING_CORRUPT)
+        return tail_is_impossible(self);
+    return PyLong_FromUnsignedLongLong(count);
+}
+
+static PyObject *consumer_taken(Consumer *self, void *Py_UNUSED(closure))
+{
+    return consumer_is_open(self) ? PyLong_FromUnsignedLongLong(self->ring.head) : NULL;
+}
+
+static PyMethodDef consumer_methods[] = {
+    {"try_take", (PyCFunction)consumer_try_take, METH_NOARGS, "Copy of the next slot, or None."},
+    {"arm", (PyCFunction)consumer_arm, METH_NOARGS, "True: armed and empty, safe to sleep."},
+    {"disarm", (PyCFunction)consumer_disarm, METH_NOARGS, "Awake: the producer need not ring."},
+    {"take", (PyCFunction)(void (*)(void))consumer_take, METH_VARARGS | METH_KEYWORDS,
+     "Copy of the next slot, waited for; None at the timeout or when woken without a message."},
+    {"wake", (PyCFunction)consumer_wake, METH_NOARGS, "Make a sleeping take() return None."},
+    {"pending", (PyCFunction)consumer_pending, METH_NOARGS, "Messages to take right now."},
+    {"close", (PyCFunction)consumer_close, METH_NOARGS, "Give both buffers back."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef consumer_properties[] = {
+    {"taken", (getter)consumer_taken, NULL, "The ring's head: messages ever taken.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot consumer_slots[] = {
+    {Py_tp_doc, "The taking end of a ring. One per ring, one thread at a time."},
+    {Py_tp_init, consumer_init},
+    {Py_tp_dealloc, consumer_dealloc},
+    {Py_tp_methods, consumer_methods},
+    {Py_tp_getset, consumer_properties},
+    {0, NULL},
+};
+
+static PyType_Spec consumer_spec = {
+    .name = "shm._core.Consumer",
+    .basicsize = sizeof(Consumer),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = consumer_slots,
+};
+
+int add_ring_types(PyObject *module)
+{
+    PyType_Spec *specs[] = {&producer_spec, &consumer_spec};
+    for (size_t i = 0; i < sizeof specs / sizeof specs[0]; i++) {
+        PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
+        if (type == NULL)
+            return -1;
+        int failed = PyModule_AddType(module, (PyTypeObject *)type);
+        Py_DECREF(type);
+        if (failed < 0)
+            return -1;
+    }
+    return 0;
+}
