@@ -57,8 +57,9 @@ def nothing_is_left_behind() -> Iterator[None]:
     os.environ[SESSION_MARK] = mark = secrets.token_hex(8)
     yield
     del os.environ[SESSION_MARK]
-    assert _shared_memory_names() - names_before == set(), "names left in /dev/shm"
-    assert _processes_marked(mark) == {}, "processes left running"
+    left_names = _shared_memory_names() - names_before
+    left_processes = _processes_marked(mark)
+    assert (left_names, left_processes) == (set(), {}), "left behind in /dev/shm, or running"
 
 
 def _shared_memory_names() -> set[str]:

@@ -11,6 +11,11 @@ def program(name: str, *, package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(shutil.which(name) is None, reason=f"needs {name}: apt-get install {package}")
 
 
+def root() -> pytest.MarkDecorator:
+    """The test changes owners of files."""
+    return pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
 def namespaces() -> pytest.MarkDecorator:
     """The test makes its own mount, pid and network namespaces, which takes root."""
     return pytest.mark.skipif(
