@@ -137,13 +137,18 @@ def block_header_offset(block: int) -> int:
 
 @unique
 class BlockState(IntEnum):
-    """FREE -> FILLING -> READY or FAILED -> RETIRED -> FREE."""
+    """FREE -> FILLING -> READY or FAILED -> RETIRED -> FREE; or FILLING -> LOST, which is final.
+
+    Only control stores LOST, after proof of the worker's death: the encode did not fail, its worker did,
+    so a reader gets WorkerLost (ask again) and not EncodeFailed. The segment has no writer any more.
+    """
 
     FREE = 0
     FILLING = 1
     READY = 2
     FAILED = 3
     RETIRED = 4
+    LOST = 5
 
 
 @unique

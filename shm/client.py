@@ -1,0 +1,295 @@
+"""What a reader on the same host uses: connect to the daemon, encode, attach handles as views.
+
+    with connect("/run/encoderd/attach.sock") as session:
+        result = session.encode(jpeg_bytes)
+        with session.attach(result.handle) as view:
+            rows = view.numpy()
+
+Needs no torch and no web server. A session may be shared by threads; it does not survive a fork.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, Literal, NamedTuple, Self
+
+import msgspec
+
+from shm.encode_call import EncodeAnswer, EncodeRefused, EncodeResult, Item, post_encode
+from shm.errors import LeaseRefused, RegionCorrupt, SessionClosed, StaleHandle
+from shm.layout import (
+    LAYOUT_VERSION,
+    RegionKind,
+)
+from shm.messages import Attach, Attached, Handle, Refused, SegmentGrant, Welcome
+from shm.region import Region, attach_region, prefault
+from shm.release_ring import ReleaseRing
+from shm.segment import SegmentReader
+from shm.session import MAX_DESCRIPTORS, recv_datagram, send_datagram
+from shm.view import View, leased_header
+
+__all__ = ["EncodeAnswer", "EncodeRefused", "EncodeResult", "Session", "View", "connect"]
+
+DEFAULT_PATH: Final = "/run/encoderd/attach.sock"
+_WELCOME_OWN_DESCRIPTORS: Final = 3  # client region, control region, bell; then one per segment
+_GREETINGS: Final = msgspec.msgpack.Decoder(Welcome | Refused)
+_ANSWERS: Final = msgspec.msgpack.Decoder(Attached | Refused)
+
+
+class SessionStatistics(NamedTuple):
+    """A look inside a session. leases: attached and not ended; releases_waiting: the ring was full."""
+
+    leases: int
+    segments: int
+    releases_waiting: int
+
+
+def connect(path: str = DEFAULT_PATH, *, timeout: float = 5.0) -> "Session":
+    """Open a session with the daemon behind its attach socket; every segment is mapped before this returns.
+
+    timeout: seconds for the daemon to answer, here and in attach. SessionClosed if there is no daemon, if it
+    refuses this user, or if it speaks another layout.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ExitStack() as undo:
+        undo.callback(connection.close)
+        connection.settimeout(timeout)
+        try:
+            connection.connect(path)
+            greeting, descriptors = recv_datagram(connection, _GREETINGS, MAX_DESCRIPTORS)
+        except OSError as error:
+            raise SessionClosed(f"no daemon at {path} ({type(error).__name__})") from None
+        with _Descriptors(descriptors) as received:
+            if isinstance(greeting, Refused):
+                raise SessionClosed(f"the daemon refuses this session ({greeting.reason})")
+            if greeting.layout_version != LAYOUT_VERSION:
+                raise SessionClosed(
+                    f"the daemon speaks layout {greeting.layout_version}, not {LAYOUT_VERSION}"
+                )
+            session = Session(connection, greeting, received)
+        undo.pop_all()
+    return session
+
+
+class _Descriptors:
+    """Descriptors that came with a datagram, taken one after the other; `with` closes what nobody took."""
+
+    def __init__(self, descriptors: list[int]) -> None:
+        self._waiting = deque(descriptors)
+
+    def take(self) -> int:
+        """The next descriptor, the caller's from now on. SessionClosed if the daemon sent too few."""
+        if not self._waiting:
+            raise SessionClosed("a datagram without the descriptors that belong to it")
+        return self._waiting.popleft()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._waiting:
+            os.close(self._waiting.popleft())
+
+
+class Session:
+    """A connection to the daemon. When it closes, in whatever way, the daemon ends all its leases.
+
+    Made by connect(). Close it, or use `with`: its views are released then, and arrays taken from them stay
+    mapped but are not valid any more.
+    """
+
+    def __init__(self, connection: socket.socket, welcome: Welcome, received: _Descriptors) -> None:
+        self._connection = connection
+        self._welcome = welcome
+        self._lock = threading.Lock()  # one question and its answer on the socket at a time
+        self._closed = False
+        self._views: weakref.WeakSet[View] = weakref.WeakSet()
+        self._segments: dict[tuple[int, int], tuple[Region, SegmentReader]] = {}
+        with ExitStack() as undo:
+            self._releases = _attach_ring(connection, received)
+            undo.callback(self._releases.close)
+            undo.callback(self._drop_segments)
+            for grant in welcome.segments:
+                self._map_segment(grant, received)
+            undo.pop_all()
+
+    def attach(self, handle: Handle | Mapping[str, Any]) -> View:
+        """Turn a handle (as encode or POST /encode gave it) into a view under a lease of this session.
+
+        StaleHandle: the lease has ended, or the handle is not from this daemon. LeaseRefused: this session
+        holds its share; release something. EncodeFailed, WorkerLost: the block failed meanwhile.
+        SessionClosed: the daemon is gone or does not answer.
+        """
+        known = handle if isinstance(handle, Handle) else _parsed(handle)
+        if known.boot_id != self._welcome.boot_id:
+            raise StaleHandle("the handle is from another run of the daemon")
+        self._releases.flush()
+        with self._lock, ExitStack() as undo:
+            end_lease = partial(self._releases.end, self._ask(known).lease)
+            undo.callback(end_lease)
+            segment = self._segments.get((known.segment, known.epoch))
+            if segment is None:
+                raise SessionClosed("the daemon granted a lease in a segment that it never passed")
+            header = leased_header(segment[1], known)
+            check_daemon = partial(_check_alive, self._connection)
+            view = View(known, segment[1], header, end_lease=end_lease, check_daemon=check_daemon)
+            undo.pop_all()
+            self._views.add(view)
+        return view
+
+    def release(self, view: View) -> None:
+        """End a view's lease now. The same as view.release()."""
+        view.release()
+
+    def encode(
+        self,
+        mm_items: Item | Sequence[Item],
+        *,
+        modality: str = "image",
+        req_id: str | None = None,
+        wait: Literal["ready", "shape"] = "ready",
+        timeout: float = 180.0,
+        **fields: Any,
+    ) -> EncodeResult:
+        """POST /encode where the daemon serves HTTP: one item or a list; bytes are sent as base64.
+
+        wait: "shape" answers as soon as the sizes are known; then View.wait_rows and wait_ready wait for the
+        rows. timeout: seconds. fields: further request fields, sent as they are.
+        EncodeRefused with the daemon's status and message, WaitTimeout, SessionClosed.
+        """
+        if self._closed:
+            raise SessionClosed("this session is closed")
+        return post_encode(
+            self._welcome.http,
+            mm_items,
+            modality=modality,
+            req_id=req_id,
+            wait=wait,
+            timeout=timeout,
+            fields=fields,
+        )
+
+    @property
+    def boot_id(self) -> str:
+        """Which run of the daemon this is: hexadecimal, new at each start."""
+        return self._welcome.boot_id
+
+    def statistics(self) -> SessionStatistics:
+        """A look inside."""
+        leases = sum(1 for view in list(self._views) if not view.released)
+        return SessionStatistics(leases, len(self._segments), self._releases.waiting())
+
+    def close(self) -> None:
+        """Release every view and end the session. The second time nothing happens."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for view in list(self._views):
+            view.release()
+        self._releases.close()
+        self._drop_segments()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask(self, handle: Handle) -> Attached:
+        """One attach on the socket, and the segment mapped if it is new. Holds the lock."""
+        if self._closed:
+            raise SessionClosed("this session is closed")
+        question = Attach(handle.nonce, handle.segment, handle.epoch, handle.block, handle.generation)
+        try:
+            send_datagram(self._connection, question, [])
+            answer, descriptors = recv_datagram(self._connection, _ANSWERS, 1)
+        except (OverflowError, ValueError):
+            raise StaleHandle("a handle with numbers or a nonce that no daemon gives out") from None
+        except TimeoutError:
+            # A late answer would be taken for the next question's: this conversation is over.
+            self._connection.shutdown(socket.SHUT_RDWR)
+            raise SessionClosed("the daemon did not answer in time") from None
+        except OSError as error:
+            raise SessionClosed(f"the session is broken ({type(error).__name__})") from None
+        with _Descriptors(descriptors) as received:
+            if isinstance(answer, Refused):
+                raise _refused(answer.reason)
+            if answer.grant is not None:
+                self._drop_abandoned_segments()
+                self._map_segment(answer.grant, received)
+        return answer
+
+    def _map_segment(self, grant: SegmentGrant, received: _Descriptors) -> None:
+        """Map and prefault one segment, read-only."""
+        with ExitStack() as undo:
+            region = undo.enter_context(attach_region(received.take(), RegionKind.SEGMENT, writable=False))
+            found = SegmentGrant(region.header.place, region.header.epoch, region.size_bytes)
+            if found != grant or region.header.boot_id.hex() != self._welcome.boot_id:
+                raise RegionCorrupt("a segment that is not the one the daemon named")
+            prefault(region, write=False)
+            undo.pop_all()
+        self._segments[grant.index, grant.epoch] = (region, SegmentReader(region))
+
+    def _drop_abandoned_segments(self) -> None:
+        """Unmap the segments of dead workers in which no lease exists any more."""
+        in_use = {(view.handle.segment, view.handle.epoch) for view in list(self._views) if not view.released}
+        for key, (region, reader) in list(self._segments.items()):
+            if reader.abandoned() and key not in in_use:
+                del self._segments[key]
+                region.close()
+
+    def _drop_segments(self) -> None:
+        while self._segments:
+            _, (region, _) = self._segments.popitem()
+            region.close()
+
+
+def _attach_ring(connection: socket.socket, received: _Descriptors) -> ReleaseRing:
+    """The ring behind Welcome's first three descriptors."""
+    with ExitStack() as undo:
+        client = attach_region(received.take(), RegionKind.SESSION_CLIENT, writable=True)
+        undo.enter_context(client)
+        control = attach_region(received.take(), RegionKind.SESSION_CONTROL, writable=False)
+        undo.enter_context(control)
+        bell = received.take()
+        undo.callback(os.close, bell)
+        ring = ReleaseRing(client, control, bell, connection)
+        undo.pop_all()
+    return ring
+
+
+def _parsed(handle: Mapping[str, Any]) -> Handle:
+    try:
+        return msgspec.convert(handle, Handle)
+    except msgspec.ValidationError as error:
+        raise StaleHandle(f"not a handle: {error}") from None
+
+
+def _refused(reason: str) -> Exception:
+    if reason == "stale":
+        return StaleHandle("the lease has ended")
+    if reason == "cap":
+        return LeaseRefused("this session holds its share of leased bytes; release a view first")
+    return SessionClosed(f"the daemon refuses ({reason})")
+
+
+def _check_alive(connection: socket.socket) -> None:
+    """SessionClosed if the daemon's end of the socket is gone."""
+    poll = select.poll()
+    with contextlib.suppress(ValueError):  # closed here, by Session.close: its views are released already
+        poll.register(connection, select.POLLRDHUP)
+    if poll.poll(0):
+        raise SessionClosed("the daemon is gone")
