@@ -117,8 +117,9 @@ class WorkerLink:
         self._completed = 0
 
     def set_state(self, state: WorkerState) -> None:
-        """Publish the state; whatever info or failure belongs to it was published before."""
+        """Publish the state and wake control; whatever info or failure belongs to it was published before."""
         self._store(LINK_STATE_OFFSET, state)
+        self.completions.ring()
 
     def heartbeat(self, oldest_step_ns: int) -> None:
         """I am alive now; the oldest step under way began then (CLOCK_MONOTONIC ns, 0 when idle)."""

@@ -1,0 +1,198 @@
+"""What workers report, taken from their completion rings and checked before anything is believed.
+
+The bell of a worker's ring is an eventfd that the event loop watches (`app.place` registers it). A record
+that does not agree with the private in-flight table, or with the block's header, condemns the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from app.errors import from_worker
+from app.jobs import Encoded, State, Timings
+from app.worker import LINK_SLOT_COUNT, WorkerCondition
+from shm.errors import RegionCorrupt
+from shm.layout import NO_BLOCK, BlockState, Completion, CompletionKind
+from shm.messages import Handle
+
+if TYPE_CHECKING:
+    from app.inflight import Attempt, Flight, Inflight
+    from app.leases import Leases
+    from app.segments import Block, Segments
+    from app.worker import Worker
+
+DRAIN_MAX = 64  # records taken before the event loop has its turn again
+
+
+@dataclass(frozen=True, slots=True)
+class HandleOrigin:
+    """What all handles of this boot have in common: its id in hexadecimal, and the attach socket's path."""
+
+    boot_id: str
+    attach: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionStatistics:
+    """Records taken since the start, by outcome."""
+
+    shapes: int
+    ready: int
+    failed: int
+
+
+class Completions:
+    """Ends attempts with what their workers report. on_progress is called after each drain that took any."""
+
+    def __init__(
+        self,
+        inflight: Inflight,
+        leases: Leases,
+        segments: Segments,
+        origin: HandleOrigin,
+        on_progress: Callable[[], None],
+    ) -> None:
+        self._inflight = inflight
+        self._leases = leases
+        self._segments = segments
+        self._origin = origin
+        self._on_progress = on_progress
+        self._taken = dict.fromkeys(CompletionKind, 0)
+        self._settle_by_kind = {
+            CompletionKind.SHAPE_KNOWN: self._shape_known,
+            CompletionKind.READY: self._ready,
+            CompletionKind.FAILED: self._failed,
+        }
+
+    def answer_bell(self, worker: Worker) -> None:
+        """The loop saw the worker's eventfd."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(worker.link.eventfd)
+        self.drain(worker)
+
+    def drain(self, worker: Worker) -> None:
+        """Take up to DRAIN_MAX records; then sleep, armed, or have another turn soon."""
+        if worker.ended.done():
+            return  # what is left is taken by `drain_rest`
+        if self._take(worker, DRAIN_MAX) or not self._arm(worker):
+            asyncio.get_running_loop().call_soon(self.drain, worker)
+
+    def drain_rest(self, worker: Worker) -> None:
+        """After proof of death: all that it published before it died."""
+        self._take(worker, LINK_SLOT_COUNT)
+
+    def answer_late_joiner(self, flight: Flight) -> None:
+        """One who joins a flight whose shape was given out already has it at once."""
+        attempt = flight.attempt
+        if flight.shape_given and attempt is not None and attempt.block is not None:
+            self._give_shape(attempt, attempt.block)
+
+    def statistics(self) -> CompletionStatistics:
+        """Counts since the start."""
+        taken = self._taken
+        return CompletionStatistics(
+            taken[CompletionKind.SHAPE_KNOWN], taken[CompletionKind.READY], taken[CompletionKind.FAILED]
+        )
+
+    def _take(self, worker: Worker, limit: int) -> bool:
+        """Take and settle up to limit records; whether the limit was reached."""
+        taken = 0
+        try:
+            while taken < limit and worker.condition is not WorkerCondition.STALLED:
+                slot = worker.link.completions.try_take()
+                if slot is None:
+                    break
+                taken += 1
+                self._settle(worker, Completion.unpack(slot))
+        except RegionCorrupt as corrupt:
+            worker.condemn(str(corrupt))
+        if taken:
+            worker.outbox.flush()
+            self._on_progress()
+        return taken == limit
+
+    def _arm(self, worker: Worker) -> bool:
+        try:
+            return worker.link.completions.arm()
+        except RegionCorrupt as corrupt:
+            worker.condemn(str(corrupt))
+            return True
+
+    def _settle(self, worker: Worker, record: Completion) -> None:
+        attempt = worker.attempts.get(record.ticket)
+        if attempt is None:
+            raise RegionCorrupt(f"ticket {record.ticket} is not one of this worker's")
+        self._settle_by_kind[record.kind](worker, attempt, record)
+        self._taken[record.kind] += 1
+
+    def _shape_known(self, worker: Worker, attempt: Attempt, record: Completion) -> None:
+        """The block is being filled: those who asked for the shape have their answer."""
+        if attempt.block is not None:
+            raise RegionCorrupt(f"ticket {attempt.ticket} has a second shape")
+        block = attempt.block = worker.segment.admit(record, attempt)
+        if attempt.flight.job.wait == "shape" and attempt.flight.is_wanted:
+            self._give_shape(attempt, block)
+
+    def _give_shape(self, attempt: Attempt, block: Block) -> None:
+        attempt.flight.shape_given = True
+        attempt.flight.answer(lambda: self._encoded(attempt, block, "shape", Timings()))
+
+    def _ready(self, worker: Worker, attempt: Attempt, record: Completion) -> None:
+        """The block is whole: everybody who waits has a lease on it, or it goes back."""
+        block = attempt.block or worker.segment.admit(record, attempt)
+        worker.segment.confirm(block, record, BlockState.READY)
+        self._end(worker, attempt)
+        worker.has_served = True
+        block.attempt = None
+        timings = Timings(
+            record.queue_us, record.preprocess_us, record.forward_us, record.copy_us, record.batch_items
+        )
+        attempt.flight.answer(lambda: self._encoded(attempt, block, "ready", timings))
+        self._leases.block_ended(block)
+
+    def _failed(self, worker: Worker, attempt: Attempt, record: Completion) -> None:
+        """The encode ended without rows: everybody who waits has the reason."""
+        block = attempt.block
+        if block is not None:
+            worker.segment.confirm(block, record, BlockState.FAILED)
+        self._end(worker, attempt)
+        attempt.flight.fail(
+            from_worker(record.error, record.error_item, record.error_value, record.error_limit)
+        )
+        if block is not None:
+            block.attempt = None
+            self._leases.block_ended(block)
+        elif record.block != NO_BLOCK:
+            self._segments.reclaim_run(worker.segment, record.block, record.generation)
+
+    def _end(self, worker: Worker, attempt: Attempt) -> None:
+        worker.settle(attempt)
+        attempt.flight.attempt = None
+        self._inflight.end(attempt.flight)
+
+    def _encoded(self, attempt: Attempt, block: Block, state: State, timings: Timings) -> Encoded:
+        """One answer about a block, with a lease and a handle of its own."""
+        segment = block.segment
+        handle = Handle(
+            boot_id=self._origin.boot_id,
+            segment=segment.place,
+            epoch=segment.epoch,
+            block=block.index,
+            generation=block.generation,
+            offset=block.offset,
+            nbytes=block.nbytes,
+            rows=block.rows,
+            dim=block.dim,
+            dtype=block.dtype.label,
+            nonce=self._leases.grant(block),
+            attach=self._origin.attach,
+        )
+        return Encoded(
+            handle, block.metadata, block.rows, block.dim, block.nbytes, block.dtype, state, timings,
+            segment.place, attempt.number,
+        )  # fmt: skip

@@ -1,0 +1,150 @@
+"""Every encode under way, who waits for it, and the input block it holds. Private memory of control.
+
+A Flight begins with the first request of a req_key and ends with its ticket (or without one, if it never got
+a worker). Requests with the same key and content that come meanwhile join it and share its deadline. One
+try on one worker is an Attempt: `app.dispatch` makes it, `app.completions` ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from app.errors import DuplicateRequest, RequestError
+from app.jobs import Encoded, EncodeJob
+
+if TYPE_CHECKING:
+    from app.segments import Block
+    from app.worker import Worker
+
+Waiter = asyncio.Future[Encoded]
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One ticket: a flight on one worker. number counts a flight's attempts from 1.
+
+    block is what the worker reported for it, from SHAPE_KNOWN on.
+    """
+
+    ticket: int
+    number: int
+    flight: Flight
+    worker: Worker
+    block: Block | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One encode and everybody who waits for its answer.
+
+    attempt is the present one, None while it waits for a worker. shape_given: a handle to the block that is
+    being filled has left this process, so the encode must end in that very block.
+    """
+
+    job: EncodeJob
+    waiters: set[Waiter] = field(default_factory=set)
+    attempts_made: int = 0
+    attempt: Attempt | None = None
+    shape_given: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody waits for the answer or may hold a handle to the block already."""
+        return bool(self.waiters) or self.shape_given
+
+    def join(self) -> Waiter:
+        """One more who waits; leaves with `leave`, answered or not."""
+        waiter: Waiter = asyncio.get_running_loop().create_future()
+        self.waiters.add(waiter)
+        return waiter
+
+    def leave(self, waiter: Waiter) -> None:
+        """This one waits no longer."""
+        self.waiters.discard(waiter)
+        waiter.cancel()
+
+    def answer(self, make: Callable[[], Encoded]) -> None:
+        """Give each waiter an answer of its own (a lease of its own)."""
+        for waiter in self._take_waiters():
+            waiter.set_result(make())
+
+    def fail(self, error: RequestError) -> None:
+        """End each waiter's wait with this error."""
+        for waiter in self._take_waiters():
+            waiter.set_exception(error)
+
+    def _take_waiters(self) -> list[Waiter]:
+        waiting = [waiter for waiter in self.waiters if not waiter.done()]
+        self.waiters.clear()
+        return waiting
+
+
+@dataclass(frozen=True, slots=True)
+class InflightStatistics:
+    """flights: encodes not ended yet, abandoned ones included. joinable: those a duplicate would join."""
+
+    flights: int
+    joinable: int
+    waiters: int
+    input_bytes: int
+
+
+class Inflight:
+    """The table of flights. Whatever enters ends, and its input block is freed then, once."""
+
+    def __init__(self) -> None:
+        self._flights: set[Flight] = set()
+        self._by_key: dict[str, Flight] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def find(self, job: EncodeJob) -> Flight | None:
+        """The flight that this job joins, or None. DuplicateRequest if its key flies with other content."""
+        flight = self._by_key.get(job.req_key)
+        if flight is None:
+            return None
+        if (flight.job.digest, flight.job.wait) != (job.digest, job.wait):
+            raise DuplicateRequest("req_id is under way with other media or another wait")
+        return flight
+
+    def open(self, job: EncodeJob) -> Flight:
+        """A new flight; its input block is the table's from now on."""
+        flight = Flight(job)
+        self._flights.add(flight)
+        self._by_key[job.req_key] = flight
+        self._empty.clear()
+        return flight
+
+    def close_to_joiners(self, flight: Flight) -> None:
+        """Nobody joins this one any more: it was abandoned, or is over."""
+        if self._by_key.get(flight.job.req_key) is flight:
+            del self._by_key[flight.job.req_key]
+
+    def end(self, flight: Flight) -> None:
+        """The flight is over: its last ticket has ended, or it never gets one."""
+        self.close_to_joiners(flight)
+        self._flights.remove(flight)
+        flight.job.block.free()
+        if not self._flights:
+            self._empty.set()
+
+    def fail_all(self, error: RequestError) -> None:
+        """Answer everybody who still waits with this error. The tickets end when their workers do."""
+        for flight in self._flights:
+            flight.fail(error)
+
+    async def wait_empty(self) -> None:
+        """Until no encode is under way. The caller sets the time limit."""
+        await self._empty.wait()
+
+    def statistics(self) -> InflightStatistics:
+        """Counts, now."""
+        return InflightStatistics(
+            flights=len(self._flights),
+            joinable=len(self._by_key),
+            waiters=sum(len(flight.waiters) for flight in self._flights),
+            input_bytes=sum(flight.job.block.nbytes for flight in self._flights),
+        )

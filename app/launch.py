@@ -1,0 +1,108 @@
+"""What one worker launch needs: its regions, its configuration and its process.
+
+Called by `app.place`. Creating the regions takes most of a second for each GiB and may run on any thread;
+`spawn` must run on the main thread, because the parent-death signal follows the thread that forked.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from app.config import ServeConfig
+from app.worker import LINK_SLOT_COUNT
+from shm.link import create_link
+from shm.messages import WorkerConfig
+from shm.region import Backing, Region
+from shm.segment import create_segment
+
+
+@dataclass(slots=True)
+class LaunchRegions:
+    """One launch's shared memory and the bell of its completion ring."""
+
+    link: Region
+    segment: Region
+    completion_eventfd: int
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.close_link()
+        self.segment.close()
+
+    def close_link(self) -> None:
+        """Give back what ends with the worker; the segment may live on with its leases."""
+        self.link.close()
+        os.close(self.completion_eventfd)
+
+
+class Launcher:
+    """Everything that is the same for all launches of this boot."""
+
+    def __init__(
+        self, config: ServeConfig, boot_id: bytes, backing: Backing, arena_read_only_fd: int
+    ) -> None:
+        self._config = config
+        self._boot_id = boot_id
+        self._backing = backing
+        self._arena_read_only_fd = arena_read_only_fd
+
+    def create_regions(self, place: int, epoch: int) -> LaunchRegions:
+        """A link and a segment of this epoch. RegionUnavailable; nothing is left behind then."""
+        with ExitStack() as undo:
+            link = create_link(LINK_SLOT_COUNT, self._boot_id, place, epoch, self._backing)
+            undo.callback(link.close)
+            segment = create_segment(
+                self._config.segment_bytes,
+                boot_id=self._boot_id, place=place, epoch=epoch, backing=self._backing,
+            )  # fmt: skip
+            undo.callback(segment.close)
+            eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.pop_all()
+        return LaunchRegions(link, segment, eventfd)
+
+    def spawn(self, regions: LaunchRegions) -> subprocess.Popen[bytes]:
+        """Start the process, in a session of its own: a Ctrl-C is for us, who then drain. OSError."""
+        config = self._worker_config(regions)
+        argv = [sys.executable, "-m", "gpu_workers", msgspec.json.encode(config).decode()]
+        inherited = (config.link_fd, config.arena_fd, config.segment_fd, config.completion_eventfd)
+        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=inherited, start_new_session=True)
+
+    def _worker_config(self, regions: LaunchRegions) -> WorkerConfig:
+        config = self._config
+        place = regions.link.header.place
+        return WorkerConfig(
+            index=place,
+            epoch=regions.link.header.epoch,
+            parent_pid=os.getpid(),
+            checkpoint=config.checkpoint,
+            tower=config.tower,
+            device=_device(config, place),
+            dtype=config.dtype,
+            link_fd=regions.link.fd,
+            arena_fd=self._arena_read_only_fd,
+            segment_fd=regions.segment.fd,
+            completion_eventfd=regions.completion_eventfd,
+            slot_count=LINK_SLOT_COUNT,
+            max_batch_items=config.max_batch_items,
+            max_batch_patches=config.max_batch_patches,
+            preprocess_threads=config.preprocess_threads,
+            torch_threads=config.torch_threads,
+            max_pixels=config.max_pixels,
+            max_aspect_ratio=config.max_aspect_ratio,
+            rgba_background=config.rgba_background,
+            trust_remote_code=config.trust_remote_code,
+            log_level=config.log_level,
+        )
+
+
+def _device(config: ServeConfig, place: int) -> str:
+    """One device for each place. "auto" is CUDA where its driver has made its device file."""
+    cuda = config.device == "cuda" or (config.device == "auto" and Path("/dev/nvidiactl").exists())
+    return f"cuda:{config.base_gpu_id + place}" if cuda else "cpu"

@@ -1,0 +1,235 @@
+"""Readers' sessions: who may map segments, and which leases they hold.
+
+One session is one connection to the attach socket. What a reader sends, by datagram or through its ring, is
+untrusted: copied once, checked, and at worst it costs that session. The kernel's hang-up is the proof of a
+reader's death and ends all its leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from app.leases import Holder, Leases
+from shm.errors import LeaseRefused, RegionCorrupt, RegionUnavailable, SessionClosed, StaleHandle
+from shm.layout import LAYOUT_VERSION, SessionDescriptor, SessionKind
+from shm.messages import Attach, Attached, Refused, Welcome
+from shm.session import (
+    SessionRegions,
+    create_session_regions,
+    peer_credentials,
+    recv_datagram,
+    send_datagram,
+)
+
+if TYPE_CHECKING:
+    from app.segments import Segment, Segments
+
+SESSIONS_MAX = 1024
+DRAIN_MAX = 64  # releases taken before the event loop has its turn again
+
+logger = logging.getLogger(__name__)
+_requests = msgspec.msgpack.Decoder(Attach)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStatistics:
+    """sessions: open now. The others count since the start."""
+
+    sessions: int
+    refused: int
+    attached: int
+
+
+class Session:
+    """One reader. on_end(session) is called once, when it is over for whatever reason."""
+
+    def __init__(
+        self,
+        number: int,
+        connection: socket.socket,
+        regions: SessionRegions,
+        leases: Leases,
+        segments: Segments,
+        on_end: Callable[[Session], None],
+    ) -> None:
+        self.number = number
+        self.attached = 0
+        self._connection = connection
+        self._regions = regions
+        self._leases = leases
+        self._segments = segments
+        self._on_end = on_end
+        self._holder = Holder()
+        self._granted: set[Segment] = set()
+        self._loop = asyncio.get_running_loop()
+        self._is_open = True
+
+    def welcome(self, boot_id: bytes, http: str) -> None:
+        """Send the regions and all segments, and listen from now on."""
+        segments = list(self._segments.readable())
+        self._granted.update(segments)
+        welcome = Welcome(
+            self.number, LAYOUT_VERSION, boot_id.hex(), http, [segment.grant for segment in segments]
+        )
+        descriptors = self._regions.descriptors + [segment.read_only_fd for segment in segments]
+        self._loop.add_reader(self._connection, self._answer_datagram)
+        self._loop.add_reader(self._regions.bell, self._answer_bell)
+        self._send(welcome, descriptors)
+        self._drain()
+
+    def end(self) -> None:
+        """Hang up; its leases end."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._loop.remove_reader(self._connection)
+        self._loop.remove_reader(self._regions.bell)
+        self._connection.close()
+        self._regions.close()
+        self._leases.end_holder(self._holder)
+        self._on_end(self)
+
+    def _answer_datagram(self) -> None:
+        """One request, or the hang-up. The loop calls again if there is more."""
+        try:
+            request, _ = recv_datagram(self._connection, _requests, max_descriptors=0)
+        except BlockingIOError:
+            return
+        except (SessionClosed, OSError):
+            self.end()
+            return
+        self._attach(request)
+
+    def _attach(self, request: Attach) -> None:
+        try:
+            lease = self._leases.attach(self._holder, request)
+        except StaleHandle:
+            self._send(Refused("stale"), [])
+            return
+        except LeaseRefused:
+            self._send(Refused("cap"), [])
+            return
+        self.attached += 1
+        segment = lease.block.segment
+        if segment in self._granted:
+            self._send(Attached(lease.number), [])
+        else:
+            self._granted.add(segment)
+            self._send(Attached(lease.number, segment.grant), [segment.read_only_fd])
+
+    def _send(self, message: msgspec.Struct, descriptors: list[int]) -> None:
+        """A reader that does not take its answers, or is gone, has had its session."""
+        try:
+            send_datagram(self._connection, message, descriptors)
+        except (BlockingIOError, SessionClosed, OSError):
+            self.end()
+
+    def _answer_bell(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._regions.bell)
+        self._drain()
+
+    def _drain(self) -> None:
+        """Take up to DRAIN_MAX releases; then sleep, armed, or have another turn soon."""
+        if not self._is_open:
+            return
+        try:
+            if self._take(DRAIN_MAX) or not self._regions.releases.arm():
+                self._loop.call_soon(self._drain)
+        except RegionCorrupt as corrupt:
+            logger.warning("session %d ends: %s", self.number, corrupt)
+            self.end()
+
+    def _take(self, limit: int) -> bool:
+        """Whether the limit was reached. A release of what is not this session's is ignored."""
+        for _ in range(limit):
+            slot = self._regions.releases.try_take()
+            if slot is None:
+                return False
+            descriptor = SessionDescriptor.unpack(slot)
+            if descriptor.kind != SessionKind.RELEASE:
+                raise RegionCorrupt(f"unknown session descriptor kind {descriptor.kind}")
+            self._leases.release_held(self._holder, descriptor.lease)
+        return True
+
+
+class Sessions:
+    """Accepts readers on the attach socket, and keeps their sessions until they hang up."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        boot_id: bytes,
+        http: str,
+        allow_uids: frozenset[int],
+        leases: Leases,
+        segments: Segments,
+    ) -> None:
+        """http: where HTTP is served, "unix:/path" or "host:port". allow_uids: who may connect."""
+        self._listener = listener
+        self._boot_id = boot_id
+        self._http = http
+        self._allow_uids = allow_uids
+        self._leases = leases
+        self._segments = segments
+        self._numbers = count(1)
+        self._open: set[Session] = set()
+        self._refused = 0
+        self._attached_before = 0
+
+    def start(self) -> None:
+        """Accept from now on."""
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def close(self) -> None:
+        """Accept no more, and hang up on everybody."""
+        asyncio.get_running_loop().remove_reader(self._listener)
+        for session in list(self._open):
+            session.end()
+
+    def statistics(self) -> SessionStatistics:
+        """Counts, now."""
+        attached = self._attached_before + sum(session.attached for session in self._open)
+        return SessionStatistics(len(self._open), self._refused, attached)
+
+    def _accept(self) -> None:
+        """One connection; the loop calls again if more wait."""
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # it has gone already, or there is no descriptor for it: nothing to refuse
+        connection.setblocking(False)
+        peer = peer_credentials(connection)
+        if peer.uid not in self._allow_uids or len(self._open) >= SESSIONS_MAX:
+            self._refuse(connection, f"pid {peer.pid} of uid {peer.uid}")
+            return
+        try:
+            number = next(self._numbers)
+            regions = create_session_regions(self._boot_id, number)
+        except (RegionUnavailable, OSError) as error:
+            self._refuse(connection, str(error))
+            return
+        session = Session(number, connection, regions, self._leases, self._segments, self._forget)
+        self._open.add(session)
+        session.welcome(self._boot_id, self._http)
+
+    def _refuse(self, connection: socket.socket, who: str) -> None:
+        self._refused += 1
+        logger.warning("a session was refused: %s", who)
+        with connection, suppress(BlockingIOError, SessionClosed, OSError):
+            send_datagram(connection, Refused("protocol"), [])
+
+    def _forget(self, session: Session) -> None:
+        self._open.discard(session)
+        self._attached_before += session.attached

@@ -1,0 +1,172 @@
+"""One launched worker process: what control knows of it, says to it and reads from it.
+
+`app.place` launches and buries it; `app.dispatch` gives it attempts; `app.completions` takes what it reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import time
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from shm.errors import RegionCorrupt
+from shm.layout import Submission, SubmissionKind, WorkerState
+
+if TYPE_CHECKING:
+    from app.inflight import Attempt
+    from app.outbox import Outbox
+    from app.segments import Segment
+    from shm.link import ControlLink
+
+LINK_SLOT_COUNT = 1024  # of each ring of a link
+CREDIT = LINK_SLOT_COUNT // 4  # tickets under way: two records each can never fill the completion ring
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerCondition(StrEnum):
+    """What control makes of a worker. Only a READY one is given work."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    STALLED = "stalled"  # condemned: it is being killed, and nothing it says counts any more
+    STOPPING = "stopping"
+
+
+_CONDITIONS = {
+    WorkerState.STARTING: WorkerCondition.STARTING,
+    WorkerState.LOADING: WorkerCondition.LOADING,
+    WorkerState.READY: WorkerCondition.READY,
+    WorkerState.DRAINING: WorkerCondition.STOPPING,
+    WorkerState.FAILED: WorkerCondition.STOPPING,
+}
+
+
+class Worker:
+    """One process in one place and epoch.
+
+    attempts: its tickets that have not ended, oldest first. ended resolves to the exit status (negative: the
+    signal) once the process has been reaped, which is the proof of its death.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], link: ControlLink, segment: Segment, outbox: Outbox
+    ) -> None:
+        self.place = segment.place
+        self.epoch = segment.epoch
+        self.link = link
+        self.segment = segment
+        self.outbox = outbox
+        self.condition = WorkerCondition.STARTING
+        self.reason = ""
+        self.attempts: dict[int, Attempt] = {}
+        self.pending_items = 0
+        self.started_ns = time.monotonic_ns()
+        self.ready_ns = 0
+        self.has_served = False
+        self._process = process
+        self._loop = asyncio.get_running_loop()
+        self._pidfd = os.pidfd_open(process.pid)
+        self.ended: asyncio.Future[int] = self._loop.create_future()
+        self._loop.add_reader(self._pidfd, self._reap)
+
+    @property
+    def pid(self) -> int:
+        """Its process id; reused by the kernel once `ended` is done."""
+        return self._process.pid
+
+    @property
+    def can_take_work(self) -> bool:
+        """READY, with credit left (so that its completion ring cannot fill) and room in its ring."""
+        ready = self.condition is WorkerCondition.READY and not self.ended.done()
+        return ready and len(self.attempts) < CREDIT and self.outbox.has_room()
+
+    def assign(self, attempt: Attempt) -> bool:
+        """Register the attempt, then publish it; False, and forgotten again, when the ring is full."""
+        job = attempt.flight.job
+        self.attempts[attempt.ticket] = attempt
+        published = self.outbox.try_publish(
+            Submission(
+                SubmissionKind.ENCODE,
+                ticket=attempt.ticket,
+                deadline_ns=job.deadline_ns,
+                arena_offset=job.block.offset,
+                arena_nbytes=job.block.nbytes,
+                metadata_bytes=job.metadata_bytes,
+                item_count=job.item_count,
+            )
+        )
+        if published:
+            self.pending_items += job.item_count
+        else:
+            del self.attempts[attempt.ticket]
+        return published
+
+    def cancel(self, attempt: Attempt) -> None:
+        """Ask for this attempt to be dropped. It still ends with a READY or a FAILED."""
+        self.outbox.send(Submission(SubmissionKind.CANCEL, ticket=attempt.ticket))
+
+    def settle(self, attempt: Attempt) -> None:
+        """The attempt has ended; its credit is free again."""
+        del self.attempts[attempt.ticket]
+        self.pending_items -= attempt.flight.job.item_count
+
+    def observe(self) -> bool:
+        """Read the worker's own word about itself; whether it changed what control makes of it."""
+        if self.condition in (WorkerCondition.STALLED, WorkerCondition.STOPPING):
+            return False
+        before = self.condition
+        try:
+            self.condition = _CONDITIONS[self.link.state()]
+        except RegionCorrupt as corrupt:
+            self.condemn(str(corrupt))
+        if self.condition is WorkerCondition.READY and not self.ready_ns:
+            self.ready_ns = time.monotonic_ns()
+        return self.condition is not before
+
+    def check_progress(self, *, stall_ns: int, start_limit_ns: int) -> None:
+        """Condemn it if it hangs: in its start, without a heartbeat, or in one step of its work."""
+        now_ns = time.monotonic_ns()
+        if self.condition in (WorkerCondition.STARTING, WorkerCondition.LOADING):
+            if now_ns - self.started_ns > start_limit_ns:
+                self.condemn("it did not become ready in time")
+        elif self.condition is WorkerCondition.READY:
+            oldest_step_ns = self.link.oldest_step_ns()
+            if now_ns - max(self.link.heartbeat_ns(), self.ready_ns) > stall_ns:
+                self.condemn("its heartbeat stopped")
+            elif oldest_step_ns and now_ns - oldest_step_ns > stall_ns:
+                self.condemn("one step of its work does not end")
+
+    def condemn(self, reason: str) -> None:
+        """Kill it. Its tickets and blocks stay as they are until its death is proved."""
+        if self.condition is WorkerCondition.STALLED:
+            return
+        logger.error("worker %d.%d (pid %d) is condemned: %s", self.place, self.epoch, self.pid, reason)
+        self.condition = WorkerCondition.STALLED
+        self.reason = reason
+        self.send_signal(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Ask it to end what it has and to exit."""
+        self.condition = WorkerCondition.STOPPING
+        self.outbox.send(Submission(SubmissionKind.DRAIN))
+        self.send_signal(signal.SIGTERM)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless it has been reaped."""
+        if not self.ended.done():
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def _reap(self) -> None:
+        status = self._process.poll()
+        if status is None:
+            return
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.ended.set_result(status)
