@@ -1,0 +1,67 @@
+"""Which family serves which checkpoint. A new family is one file here and one line per model_type below.
+
+Nothing of a family is imported before it is chosen, so the stub tower starts without torch.
+"""
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from gpu_workers.device import Device, PlainDevice
+from gpu_workers.errors import ConfigurationError
+from gpu_workers.families.base import Family
+from gpu_workers.families.stub import StubFamily
+from shm.messages import WorkerConfig
+from shm.region import Region
+
+# model_type of config.json -> "module:function"; the function is (WorkerConfig, torch.device) -> Family.
+_LOADERS: Final = {
+    "qwen2_vl": "gpu_workers.families.qwen_vl:load",
+    "qwen2_5_vl": "gpu_workers.families.qwen_vl:load",
+    "qwen3_vl": "gpu_workers.families.qwen_vl:load",
+}
+
+
+class Loaded(NamedTuple):
+    """A family and the device it is loaded on."""
+
+    family: Family
+    device: Device
+
+
+def load_family(config: WorkerConfig, segment: Region) -> Loaded:
+    """The family that config asks for, ready to encode. ConfigurationError if that can never work."""
+    if config.tower == "stub":
+        return Loaded(StubFamily(), PlainDevice())
+    if config.tower != "auto":
+        raise ConfigurationError(f"unknown tower {config.tower!r}, known: auto, stub")
+    loader = _loader(config.checkpoint)
+    from gpu_workers.torch_device import open_device  # here, because it loads torch
+
+    device = open_device(config.device, config.torch_threads, segment)
+    module, function = loader.split(":")
+    family: Family = getattr(import_module(module), function)(config, device.torch_device)
+    return Loaded(family, device)
+
+
+def _loader(checkpoint: str) -> str:
+    model_type = read_model_type(checkpoint)
+    if model_type not in _LOADERS:
+        raise ConfigurationError(f"model_type {model_type!r} is not supported, known: {', '.join(_LOADERS)}")
+    return _LOADERS[model_type]
+
+
+def read_model_type(checkpoint: str) -> str:
+    """model_type of a checkpoint directory. ConfigurationError if it is not there or cannot be read."""
+    path = Path(checkpoint, "config.json")
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigurationError(f"no such checkpoint: {checkpoint} has no config.json") from None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from None
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(model_type, str):
+        raise ConfigurationError(f"{path} names no model_type")
+    return model_type

@@ -1,0 +1,104 @@
+"""The test tower: no model, no torch. Rows are a documented function of the item's bytes.
+
+An item is any bytes. One that begins with b"stub " is read as blank-separated directives after it:
+
+    rows=N         how many rows (default 16)
+    forward_ms=N   how long its forward takes
+    fault=NAME     a faults.FaultPoint to strike this item's request (or its worker)
+
+The whole item, directives included, goes into the digest: items that differ at all differ in every row.
+"""
+
+import hashlib
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_workers.errors import ItemError
+from gpu_workers.families.base import FamilyInfo, ItemPlan, Prepared, Rows
+from shm.errors import ErrorCode
+from shm.layout import Dtype
+
+STUB_DIM: Final = 256
+DEFAULT_ROWS: Final = 16
+_MAX_ROWS: Final = 1 << 20
+_MAX_FORWARD_MS: Final = 600_000
+_PREFIX: Final = b"stub "
+_MAX_DIRECTIVES_BYTES: Final = 4096
+
+
+def stub_rows(data: bytes) -> npt.NDArray[np.float32]:
+    """The rows (rows, STUB_DIM) that the stub tower gives for an item with these bytes.
+
+    Element i (row-major) is splitmix64(seed + (i + 1) * 0x9E3779B97F4A7C15), seed being the first 8 bytes
+    (little-endian) of sha256(data); its upper 24 bits, divided by 2**23, minus 1, are a float32 in [-1, 1).
+    """
+    element_count = _directives(memoryview(data)).rows * STUB_DIM
+    seed = np.frombuffer(hashlib.sha256(data).digest(), dtype="<u8", count=1)
+    counters = np.arange(1, element_count + 1, dtype=np.uint64)
+    mixed = seed + counters * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    rows: npt.NDArray[np.float32] = (mixed >> np.uint64(40)).astype(np.float32)
+    rows /= np.float32(1 << 23)
+    rows -= np.float32(1)
+    return rows.reshape(-1, STUB_DIM)
+
+
+@dataclass(frozen=True, slots=True)
+class _Directives:
+    rows: int = DEFAULT_ROWS
+    forward_ms: int = 0
+    fault: str = ""
+
+
+def _directives(data: memoryview) -> _Directives:
+    """What the item asks for. ItemError for a directive that makes no sense."""
+    if bytes(data[: len(_PREFIX)]) != _PREFIX:
+        return _Directives()
+    words = bytes(data[len(_PREFIX) : _MAX_DIRECTIVES_BYTES]).decode("ascii", errors="replace").split()
+    pairs = dict(word.split("=", 1) for word in words if "=" in word)
+    return _Directives(
+        rows=_number(pairs.get("rows"), DEFAULT_ROWS, 1, _MAX_ROWS),
+        forward_ms=_number(pairs.get("forward_ms"), 0, 0, _MAX_FORWARD_MS),
+        fault=pairs.get("fault", ""),
+    )
+
+
+def _number(text: str | None, default: int, minimum: int, maximum: int) -> int:
+    if text is None:
+        return default
+    if not text.isascii() or not text.isdigit() or not minimum <= int(text) <= maximum:
+        raise ItemError(ErrorCode.DECODE_FAILED)
+    return int(text)
+
+
+class StubFamily:
+    """Takes any modality that the control plane knows."""
+
+    def info(self) -> FamilyInfo:
+        """256 columns of float32."""
+        return FamilyInfo("stub", ("image", "video", "audio"), STUB_DIM, Dtype.FLOAT32, 0)
+
+    def sample(self) -> tuple[str, bytes]:
+        """One row."""
+        return "image", b"stub rows=1"
+
+    def inspect(self, modality: str, data: memoryview) -> ItemPlan:
+        """From the directives alone."""
+        asked = _directives(data)
+        return ItemPlan(asked.rows, [[1, asked.rows, 1]], 1, 1, asked.rows, asked.fault)
+
+    def preprocess(self, modality: str, data: memoryview, plan: ItemPlan) -> Prepared:
+        """A copy of the bytes: the arena is not read during the forward."""
+        return Prepared(modality, plan, {"data": bytes(data)})
+
+    def forward(self, batch: list[Prepared]) -> list[Rows]:
+        """stub_rows of each item, after as long as the slowest of them asks for."""
+        items = [bytes(prepared.features["data"]) for prepared in batch]
+        time.sleep(max(_directives(memoryview(item)).forward_ms for item in items) / 1000)
+        return [stub_rows(item) for item in items]

@@ -1,0 +1,208 @@
+"""The intake thread: what control says through the submission ring.
+
+An ENCODE is taken at once (its slot is free again), checked, sized from the items' headers and given a block,
+before any decode: that is what SHAPE_KNOWN tells. If the segment is full the job waits for reclaim, oldest
+first; nobody overtakes, so a large one gets its turn.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import Final, NamedTuple
+
+import msgspec
+
+from gpu_workers.backlog import Backlog
+from gpu_workers.errors import ItemError
+from gpu_workers.families.base import Family
+from gpu_workers.faults import FaultPoint, Faults
+from gpu_workers.heart import Heart
+from gpu_workers.jobs import Job
+from gpu_workers.publish import Publisher
+from gpu_workers.threads import start_thread
+from shm.arena import ArenaReader
+from shm.errors import ErrorCode
+from shm.layout import Submission, SubmissionKind, WorkerState
+from shm.link import WorkerLink
+from shm.messages import RequestMetadata
+from shm.segment import SegmentWriter
+
+logger = logging.getLogger(__name__)
+
+_SPACE_WAIT_NS: Final = 5_000_000_000  # a job waits this long for reclaim, then fails with SEGMENT_FULL
+_TICK_NS: Final = 100_000_000  # how often time-outs are looked at
+
+
+class _WaitingForSpace(NamedTuple):
+    job: Job
+    metadata: bytes
+    until_ns: int
+
+
+class Intake:
+    """The one user of the submission ring and of the segment's allocator."""
+
+    def __init__(
+        self,
+        link: WorkerLink,
+        arena: ArenaReader,
+        segment: SegmentWriter,
+        family: Family,
+        backlog: Backlog,
+        publisher: Publisher,
+        heart: Heart,
+        faults: Faults,
+    ) -> None:
+        self._link = link
+        self._arena = arena
+        self._segment = segment
+        self._family = family
+        self._info = family.info()
+        self._backlog = backlog
+        self._publisher = publisher
+        self._heart = heart
+        self._faults = faults
+        self._waiting: deque[_WaitingForSpace] = deque()
+        self._next_tick_ns = 0
+        self._finish = threading.Event()
+        self._backlog_finished = False
+
+    def start(self) -> None:
+        """Begin to take; the thread lives as long as the process."""
+        start_thread("intake", self._run)
+
+    def request_finish(self) -> None:
+        """Finish what is in hand, then let the backlog end. Safe in a signal handler."""
+        self._finish.set()
+        self._link.submissions.wake()
+
+    def _run(self) -> None:
+        while True:
+            descriptor = self._link.submissions.take(_TICK_NS)
+            with self._heart.step():
+                if descriptor is not None:
+                    self._handle(Submission.unpack(descriptor))
+                if time.monotonic_ns() >= self._next_tick_ns:
+                    self._tick()
+            if descriptor is None and self._finish.is_set() and not self._waiting:
+                self._backlog.finish()
+                self._backlog_finished = True
+
+    def _handle(self, submission: Submission) -> None:
+        match submission.kind:
+            case SubmissionKind.ENCODE:
+                self._encode(submission)
+            case SubmissionKind.CANCEL:
+                self._cancel(submission.ticket)
+            case SubmissionKind.RECLAIM:
+                self._reclaim(submission.block, submission.generation)
+            case SubmissionKind.DRAIN:
+                self._link.set_state(WorkerState.DRAINING)
+                self._finish.set()
+
+    # --- ENCODE ---
+
+    def _encode(self, submission: Submission) -> None:
+        job = Job(submission.ticket, submission.deadline_ns)
+        try:
+            self._read_request(submission, job)
+            metadata = msgspec.msgpack.encode(job.block_metadata())
+            self._check_fits(job, metadata)
+        except ItemError as error:
+            self._publisher.refused(job.ticket, error, len(job.items))
+            return
+        self._faults.reach(FaultPoint.EXIT_ON_TAKE, job.asked_faults)
+        self._waiting.append(_WaitingForSpace(job, metadata, time.monotonic_ns() + _SPACE_WAIT_NS))
+        self._place_waiting()
+
+    def _read_request(self, submission: Submission, job: Job) -> None:
+        """Add every item with its plan to the job. ItemError for the item that would be next."""
+        if self._backlog_finished:
+            raise ItemError(ErrorCode.WORKER_LOST)  # control retries it elsewhere
+        if submission.deadline_ns <= time.monotonic_ns():
+            raise ItemError(ErrorCode.DEADLINE)
+        block = self._arena.view(submission.arena_offset, submission.arena_nbytes)
+        request = _request_metadata(block, submission)
+        job.modality = request.modality
+        if request.modality not in self._info.modalities:
+            raise ItemError(ErrorCode.MODALITY_UNSUPPORTED)
+        for source in request.items:
+            if not (0 <= source.offset <= len(block) and 0 <= source.nbytes <= len(block) - source.offset):
+                logger.error("ticket %d: an item lies outside its input block", submission.ticket)
+                raise ItemError(ErrorCode.INTERNAL)
+            if source.nbytes == 0:
+                raise ItemError(ErrorCode.EMPTY_ITEM)
+            data = block[source.offset : source.offset + source.nbytes]
+            job.add_item(data, self._family.inspect(request.modality, data))
+
+    def _payload_bytes(self, job: Job) -> int:
+        return job.rows * self._info.dim * self._info.dtype.itemsize
+
+    def _check_fits(self, job: Job, metadata: bytes) -> None:
+        nbytes = self._payload_bytes(job)
+        if not self._segment.fits(nbytes, len(metadata)):
+            raise ItemError(ErrorCode.TOO_LARGE_FOR_SEGMENT, nbytes, self._segment.statistics().total_bytes)
+
+    def _place_waiting(self) -> None:
+        """Give blocks to the waiting jobs, oldest first, as far as there is space."""
+        while self._waiting:
+            job, metadata, _ = self._waiting[0]
+            job.block = self._segment.allocate(
+                self._payload_bytes(job), job.rows, self._info.dim, self._info.dtype, metadata
+            )
+            if job.block is None:
+                return
+            self._waiting.popleft()
+            self._faults.reach(FaultPoint.EXIT_BEFORE_SHAPE, job.asked_faults)
+            self._publisher.shape_known(job)
+            self._backlog.add(job)
+
+    # --- the others ---
+
+    def _cancel(self, ticket: int) -> None:
+        for entry in self._waiting:
+            if entry.job.ticket == ticket:
+                self._waiting.remove(entry)
+                self._publisher.refused(ticket, ItemError(ErrorCode.CANCELLED))
+                self._place_waiting()
+                return
+        self._backlog.cancel(ticket)
+
+    def _reclaim(self, block: int, generation: int) -> None:
+        if not self._segment.reclaim(block, generation):
+            logger.warning(
+                "reclaim of block %d generation %d ignored: not ended, or stale", block, generation
+            )
+        self._place_waiting()
+
+    def _tick(self) -> None:
+        """Look at the clock: deadlines of the backlog, and both limits of those that wait for space."""
+        now_ns = time.monotonic_ns()
+        self._next_tick_ns = now_ns + _TICK_NS
+        self._backlog.drop_expired()
+        for entry in [
+            entry for entry in self._waiting if min(entry.until_ns, entry.job.deadline_ns) <= now_ns
+        ]:
+            self._waiting.remove(entry)
+            code = ErrorCode.DEADLINE if entry.job.deadline_ns <= now_ns else ErrorCode.SEGMENT_FULL
+            self._publisher.refused(entry.job.ticket, ItemError(code))
+        self._place_waiting()
+
+
+def _request_metadata(block: memoryview, submission: Submission) -> RequestMetadata:
+    """The head of the input block. ItemError(INTERNAL) if it is not what the descriptor says."""
+    try:
+        request = msgspec.msgpack.decode(bytes(block[: submission.metadata_bytes]), type=RequestMetadata)
+    except msgspec.DecodeError:
+        logger.error("ticket %d: the input block has no readable metadata", submission.ticket)
+        raise ItemError(ErrorCode.INTERNAL) from None
+    if len(request.items) != submission.item_count or not request.items:
+        logger.error(
+            "ticket %d: %d items announced, %d found",
+            submission.ticket,
+            submission.item_count,
+            len(request.items),
+        )
+        raise ItemError(ErrorCode.INTERNAL)
+    return request

@@ -1,0 +1,165 @@
+"""One worker from start to end: set up the process, map the regions, load the tower, run the threads.
+
+    intake ──▶ backlog ──▶ prepare-0..n ──▶ backlog ──▶ device (main) ──▶ deliver ──▶ backlog ──▶ publisher
+
+Exit status: 0 finished (SIGTERM or DRAIN), 78 a configuration that can never work, 70 anything else. The root
+cause is the last line on stderr; before READY it is also left in the link for control.
+"""
+
+import logging
+import os
+import signal
+import time
+from typing import NamedTuple
+
+from gpu_workers.backlog import Backlog, BatchLimits
+from gpu_workers.config import parse_config
+from gpu_workers.deliver import Deliverer
+from gpu_workers.errors import ConfigurationError
+from gpu_workers.families.base import Family
+from gpu_workers.families.registry import Loaded, load_family
+from gpu_workers.faults import Faults
+from gpu_workers.forward import DeviceLoop
+from gpu_workers.heart import Heart
+from gpu_workers.intake import Intake
+from gpu_workers.log import configure_logging
+from gpu_workers.prepare import PreparePool
+from gpu_workers.publish import Publisher
+from gpu_workers.threads import EXIT_CONFIGURATION, EXIT_SOFTWARE, run_or_exit
+from shm import _core
+from shm.arena import ArenaReader
+from shm.layout import RegionKind, WorkerState
+from shm.link import WorkerLink
+from shm.messages import WorkerConfig, WorkerInfo
+from shm.region import Region, attach_region
+from shm.segment import SegmentWriter
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: list[str]) -> int:
+    """The worker's whole life. argv: program, WorkerConfig as JSON. Returns the exit status."""
+    try:
+        config = parse_config(argv)
+    except ConfigurationError as error:
+        logging.critical("%s", error)
+        return EXIT_CONFIGURATION
+    _tie_to_parent(config.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; control decides for us
+    configure_logging(config)
+    _keep_libraries_quiet_and_offline()
+    regions = _attach(config)
+    link = WorkerLink(regions.link, config.completion_eventfd)
+    with Heart(link) as heart:
+        try:
+            faults = Faults(config.faults)
+            loaded = _load(config, link, regions.segment)
+        except ConfigurationError as error:
+            return _give_up(link, str(error), EXIT_CONFIGURATION)
+        except Exception as error:
+            logger.debug("load failed", exc_info=True)
+            return _give_up(link, f"{type(error).__name__}: {error}", EXIT_SOFTWARE)
+        _serve(config, regions, link, loaded, heart, faults)
+    logger.info("finished")
+    return 0
+
+
+class _Regions(NamedTuple):
+    link: Region
+    arena: Region
+    segment: Region
+
+
+def _tie_to_parent(parent_pid: int) -> None:
+    """Die with the control plane, even if it is killed; also if that has happened already."""
+    _core.set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _keep_libraries_quiet_and_offline() -> None:
+    """Before any model library is imported: checkpoints are directories, nothing is asked of a network."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+
+def _attach(config: WorkerConfig) -> _Regions:
+    return _Regions(
+        attach_region(config.link_fd, RegionKind.LINK, writable=True),
+        attach_region(config.arena_fd, RegionKind.ARENA, writable=False),
+        attach_region(config.segment_fd, RegionKind.SEGMENT, writable=True),
+    )
+
+
+def _load(config: WorkerConfig, link: WorkerLink, segment: Region) -> Loaded:
+    """Load the tower, prove that it encodes, and tell control what it is. The state is READY afterwards."""
+    link.set_state(WorkerState.LOADING)
+    started_ns = time.monotonic_ns()
+    loaded = load_family(config, segment)
+    _warm_up(loaded.family)
+    info = loaded.family.info()
+    load_ms = (time.monotonic_ns() - started_ns) // 1_000_000
+    link.publish_info(
+        WorkerInfo(
+            model_type=info.model_type,
+            modalities=list(info.modalities),
+            dim=info.dim,
+            dtype=info.dtype.label,
+            device=loaded.device.name,
+            tower_bytes=info.tower_bytes,
+            load_ms=load_ms,
+        )
+    )
+    link.set_state(WorkerState.READY)
+    logger.info(
+        "ready model_type=%s dim=%d dtype=%s device=%s tower_bytes=%d load_ms=%d",
+        info.model_type, info.dim, info.dtype.label, loaded.device.name, info.tower_bytes, load_ms,
+    )  # fmt: skip
+    return loaded
+
+
+def _warm_up(family: Family) -> None:
+    """Encode a small item by all the steps a request takes; RuntimeError if its rows are not as announced."""
+    modality, sample = family.sample()
+    data = memoryview(sample)
+    plan = family.inspect(modality, data)
+    [rows] = family.forward([family.preprocess(modality, data, plan)])
+    if tuple(rows.shape) != (plan.rows, family.info().dim):
+        raise RuntimeError(
+            f"the warm-up gave rows {tuple(rows.shape)}, announced {plan.rows, family.info().dim}"
+        )
+
+
+def _give_up(link: WorkerLink, reason: str, status: int) -> int:
+    """Leave the reason for control and as the last line of the log."""
+    line = " ".join(reason.split())
+    link.publish_failure(line)
+    link.set_state(WorkerState.FAILED)
+    logger.critical("cannot start: %s", line)
+    return status
+
+
+def _serve(
+    config: WorkerConfig, regions: _Regions, link: WorkerLink, loaded: Loaded, heart: Heart, faults: Faults
+) -> None:
+    """Answer control until it says DRAIN or SIGTERM and everything in hand has ended."""
+    family, device = loaded
+    publisher = Publisher(link, faults)
+    backlog = Backlog(publisher, BatchLimits(config.max_batch_items, config.max_batch_patches))
+    deliverer = Deliverer(backlog, device, heart)
+    intake = Intake(
+        link,
+        ArenaReader(regions.arena),
+        SegmentWriter(regions.segment),
+        family,
+        backlog,
+        publisher,
+        heart,
+        faults,
+    )
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: intake.request_finish())
+    PreparePool(backlog, family, heart, faults).start(config.preprocess_threads)
+    deliverer.start()
+    intake.start()
+    run_or_exit(DeviceLoop(backlog, family, device, deliverer, heart, faults).run)
