@@ -14,6 +14,12 @@ INSTALLED := $(VENV)/.installed
 APT_LINE := sudo apt-get install python3-venv python3-dev gcc make
 # What the installation takes at its peak, wheels and pip's cache included.
 DISK_GB := $(if $(TORCH_INDEX),4,12)
+ifdef TORCH_INDEX
+ABOUT_TORCH := Installing into $(VENV) with torch from $(TORCH_INDEX).
+else
+ABOUT_TORCH := Installing into $(VENV): torch is 5.6 GB with its CUDA libraries. \
+  TORCH_INDEX=https://download.pytorch.org/whl/cpu chooses the CPU build, about 1 GB.
+endif
 # torch's version is said once, in constraints.txt.
 TORCH := $(shell grep -E '^(torch|torchvision)==' constraints.txt)
 
@@ -31,9 +37,12 @@ demo: $(INSTALLED)
 	@$(VENV)/bin/encoderd demo
 
 .PHONY: serve
-serve: $(INSTALLED)
-	@test -n '$(MODEL)' || { echo 'make serve: say which checkpoint, MODEL=/path/to/checkpoint' >&2; exit 2; }
+serve: model-is-named $(INSTALLED)
 	@exec $(VENV)/bin/encoderd serve '$(MODEL)' $(ARGS)
+
+.PHONY: model-is-named
+model-is-named:
+	@test -n '$(MODEL)' || { echo 'make serve: say which checkpoint: MODEL=/path/to/checkpoint' >&2; exit 2; }
 
 .PHONY: test
 test: lint
@@ -57,8 +66,7 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard shm/csrc/*)
 	@$(check_python)
 	@$(check_compiler)
 	@$(check_disk)
-	@echo 'Installing into $(VENV); torch alone is 5.6 GB with its CUDA libraries' \
-	      '(TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the CPU build, about 1 GB).'
+	@echo '$(ABOUT_TORCH)'
 	$(PYTHON) -m venv $(VENV)
 	@mkdir -p $(VENV)/tmp
 	$(if $(TORCH_INDEX),$(PIP_INSTALL) --no-deps --index-url '$(TORCH_INDEX)' $(TORCH))
@@ -88,7 +96,7 @@ endef
 
 # Once torch lies in .venv a renewal needs little.
 define check_disk
-free_kib=$$(df -Pk . | awk 'NR == 2 { print $$4 }'); \
-test -d $(VENV)/lib/python3*/site-packages/torch -o $$free_kib -gt $$(($(DISK_GB) * 1000000000 / 1024)) \
-  || { echo "make: the installation needs $(DISK_GB) GB of free disk here, there are $$((free_kib / 1000000)) GB." >&2; exit 1; }
+free_gb=$$(($$(df -Pk . | awk 'NR == 2 { print $$4 }') * 1024 / 1000000000)); \
+ls -d $(VENV)/lib/python3*/site-packages/torch >/dev/null 2>&1 || test $$free_gb -ge $(DISK_GB) \
+  || { echo "make: the installation needs $(DISK_GB) GB of free disk here, there are $$free_gb GB." >&2; exit 1; }
 endef
