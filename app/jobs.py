@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from shm.arena import InputBlock
-
     from shm.layout import Dtype
     from shm.messages import BlockMetadata, Handle
 

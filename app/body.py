@@ -1,0 +1,61 @@
+"""A request's body, streamed under a limit of bytes and two of time. Hypercorn has neither."""
+
+import asyncio
+import time
+
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive
+
+from app.config import ServeConfig
+from app.errors import BodyTimeout, BodyTooLarge, InvalidRequest, RequestCancelled, UnsupportedMediaType
+
+
+def check_headers(headers: Headers, max_body_bytes: int) -> None:
+    """What the headers alone rule out: 415 for a type that is not JSON, 413 for a length over the limit."""
+    media_type = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise UnsupportedMediaType("Content-Type must be application/json")
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise UnsupportedMediaType("Content-Encoding must be identity")
+    try:
+        length = int(headers.get("content-length", "0"))
+    except ValueError:
+        raise InvalidRequest("Content-Length is not a number") from None
+    if length > max_body_bytes:
+        raise _too_large(max_body_bytes)
+
+
+async def read_body(receive: Receive, headers: Headers, config: ServeConfig, max_bytes: int) -> bytearray:
+    """The whole body. BodyTooLarge as soon as the count passes max_bytes; BodyTimeout when no byte came for
+    body_idle_timeout_s or the whole took longer than body_total_timeout_s; RequestCancelled when the client
+    has gone."""
+    check_headers(headers, max_bytes)
+    body = bytearray()
+    give_up = time.monotonic() + config.body_total_timeout_s
+    while True:
+        message = await _next_message(receive, config, give_up)
+        if message["type"] == "http.disconnect":
+            raise RequestCancelled("the client went away while sending")
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+        if not message.get("more_body", False):
+            return body
+
+
+async def _next_message(receive: Receive, config: ServeConfig, give_up: float) -> Message:
+    remaining_s = give_up - time.monotonic()
+    limit_s = min(config.body_idle_timeout_s, remaining_s)
+    try:
+        async with asyncio.timeout(limit_s):
+            return await receive()
+    except TimeoutError:
+        if limit_s < config.body_idle_timeout_s:
+            text = f"the body did not arrive within {config.body_total_timeout_s:g} s"
+        else:
+            text = f"no byte of the body arrived for {config.body_idle_timeout_s:g} s"
+        raise BodyTimeout(text) from None
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {max_bytes} bytes")

@@ -1,0 +1,122 @@
+"""The life of one encode request, told once: permit, body, items, block, worker, answer.
+
+Called by `app.routes.encode` and `app.routes.health`. Whatever is acquired on the way down is given back on
+the way up, in every outcome: answer, error, deadline, a client that went away, the end of the drain.
+"""
+
+import time
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+
+from app.body import read_body
+from app.config import ServeConfig
+from app.errors import InvalidRequest, ModalityNotServed
+from app.items import InlineItem
+from app.jobs import Encoded, EncodeJob
+from app.logs import RequestNote
+from app.schema import AnswerItem, AnswerTimings, EncodeAnswer, EncodeRequest, parse_encode
+from app.services import Services
+from shm.messages import ItemRows
+
+TIMEOUT_HEADER: Final = "x-request-timeout-ms"
+
+
+async def encode(services: Services, request: Request, note: RequestNote) -> EncodeAnswer:
+    """POST /encode. Raises one of `app.errors`; the response is `app.application`'s."""
+    deadline_ns = note.started_ns + timeout_ns(request.headers, services.config)
+    async with services.admission.permit(deadline_ns) as lifetime:
+        body = await read_body(
+            request.receive, request.headers, services.config, services.config.max_body_bytes
+        )
+        lifetime.watch_for_disconnect(request.receive)
+        wanted = parse_encode(body, services.config.max_items)
+        note.req_id = wanted.req_id
+        note.fields |= {"modality": wanted.modality, "items": len(wanted.items), "bytes_in": len(body)}
+        del body
+        async with services.ingest.pack(wanted.modality, wanted.items, services.engine.arena) as packed:
+            job = EncodeJob(
+                req_key=wanted.req_id,
+                modality=wanted.modality,
+                block=packed.block.hand_over(),
+                metadata_bytes=packed.metadata_bytes,
+                item_count=packed.item_count,
+                deadline_ns=deadline_ns,
+                wait=wanted.wait,
+                digest=packed.digest,
+            )
+            handed_over_ns = time.monotonic_ns()
+            try:
+                encoded = await services.engine.encode(job)
+            except ModalityNotServed:
+                raise ModalityNotServed(
+                    f"modality {wanted.modality} is not served by this checkpoint"
+                ) from None
+    answer = _answer(wanted, encoded, note.started_ns, handed_over_ns)
+    note.fields |= {"rows": answer.rows, "worker": encoded.worker, "queue_ms": answer.timings.queue}
+    return answer
+
+
+async def probe(services: Services, picture: str, timeout_s: float) -> None:
+    """Encode a built-in picture and let it go: /health_generate. Takes no permit and is not counted."""
+    deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+    item = InlineItem(picture, 0, is_base64=True)
+    async with services.ingest.pack("image", [item], services.engine.arena) as packed:
+        job = EncodeJob(
+            req_key=f"health-{time.monotonic_ns()}",
+            modality="image",
+            block=packed.block.hand_over(),
+            metadata_bytes=packed.metadata_bytes,
+            item_count=1,
+            deadline_ns=deadline_ns,
+            wait="ready",
+            digest=packed.digest,
+        )
+        encoded = await services.engine.encode(job)
+    services.engine.release(encoded.handle.nonce)
+
+
+def timeout_ns(headers: Headers, config: ServeConfig) -> int:
+    """X-Request-Timeout-Ms, at most --request-timeout, which is also the default."""
+    limit_ms = int(config.request_timeout_s * 1000)
+    text = headers.get(TIMEOUT_HEADER, str(limit_ms))
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
+        raise InvalidRequest("X-Request-Timeout-Ms must be a positive number of milliseconds")
+    return min(int(text), limit_ms) * 1_000_000
+
+
+def _answer(wanted: EncodeRequest, encoded: Encoded, started_ns: int, handed_over_ns: int) -> EncodeAnswer:
+    times = encoded.timings
+    return EncodeAnswer(
+        req_id=wanted.req_id,
+        modality=wanted.modality,
+        num_parts=wanted.num_parts,
+        part_idx=wanted.part_idx,
+        grid_thw=[grid for item in encoded.metadata.items for grid in item.grids],
+        rows=encoded.rows,
+        dim=encoded.dim,
+        embedding_size=encoded.nbytes,
+        embedding_len=encoded.rows,
+        embedding_dim=encoded.dim,
+        dtype=encoded.dtype.label,
+        items=[_answer_item(item) for item in encoded.metadata.items],
+        timings=AnswerTimings(
+            ingest=_milliseconds(handed_over_ns - started_ns),
+            queue=times.queue_us / 1000,
+            preprocess=times.preprocess_us / 1000,
+            forward=times.forward_us / 1000,
+            copy=times.copy_us / 1000,
+            total=_milliseconds(time.monotonic_ns() - started_ns),
+        ),
+        state=encoded.state,
+        handle=encoded.handle,
+    )
+
+
+def _answer_item(item: ItemRows) -> AnswerItem:
+    return AnswerItem(item.row_start, item.row_count, item.grids, item.width, item.height)
+
+
+def _milliseconds(duration_ns: int) -> float:
+    return round(duration_ns / 1e6, 3)

@@ -1,0 +1,255 @@
+"""mm_items -> one input block with every item's bytes, and the digest of them.
+
+Called by `app.encode`. A block is [msgpack RequestMetadata, padded to a page][item bytes ...]. Sizes are
+known as upper bounds before any byte is decoded, so one allocation serves the request; base64 is decoded
+straight into it, in a thread and without the GIL when it is large.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Protocol, TypeVar
+from urllib.parse import unquote_to_bytes
+
+import msgspec
+
+from app.config import ServeConfig
+from app.errors import InvalidItem, ItemTooLarge, MemoryFull
+from app.fetch import FetchHold, MediaFetcher
+from app.files import LocalFile, LocalMedia
+from app.items import InlineItem, Item, LocalItem, RemoteItem
+from shm._core import base64_decode_into
+from shm.arena import InputArena, InputBlock
+from shm.layout import page_align
+from shm.messages import ItemSource, RequestMetadata
+
+# Below this a thread costs more than the decode.
+INLINE_DECODE_BYTES: Final = 64 * 1024
+ITEM_ALIGNMENT_BYTES: Final = 64
+# base64 may be wrapped (CR, LF every 76 characters): room beyond 4/3 before it is refused unread.
+BASE64_SLACK: Final = 1.05
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A filled block. It is freed when pack's context ends, unless block.hand_over() was called."""
+
+    block: InputBlock
+    metadata_bytes: int
+    item_count: int
+    item_bytes: int
+    digest: bytes
+
+
+class Content(Protocol):
+    """One item's bytes, not yet in the block."""
+
+    @property
+    def bound_bytes(self) -> int:
+        """Upper bound of what load_into writes."""
+
+    def load_into(self, target: memoryview) -> int:
+        """Write at most bound_bytes into target; bytes written. May run in a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class InlineContent:
+    """base64 or percent-encoded ASCII text."""
+
+    item: InlineItem
+    index: int
+    bound_bytes: int
+
+    def load_into(self, target: memoryview) -> int:
+        """Decode; InvalidItem with the position of the first bad character."""
+        text = self.item.text[self.item.start :]
+        if not self.item.is_base64:
+            return _copy(unquote_to_bytes(text), target)
+        try:
+            return base64_decode_into(unquote_to_bytes(text) if "%" in text else text, target, 0)
+        except ValueError as error:
+            raise InvalidItem(
+                f"mm_items[{self.index}] is not valid base64: {error}", item_index=self.index
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedContent:
+    """What a media host sent."""
+
+    content: bytearray
+
+    @property
+    def bound_bytes(self) -> int:
+        """Exact."""
+        return len(self.content)
+
+    def load_into(self, target: memoryview) -> int:
+        """Copy."""
+        return _copy(self.content, target)
+
+
+@dataclass(frozen=True, slots=True)
+class FileContent:
+    """An open local file."""
+
+    file: LocalFile
+
+    @property
+    def bound_bytes(self) -> int:
+        """The size when it was opened."""
+        return self.file.size_bytes
+
+    def load_into(self, target: memoryview) -> int:
+        """Read."""
+        return self.file.read_into(target)
+
+
+class Ingest:
+    """Turns items into packed blocks. Holds no state beyond what it was given."""
+
+    def __init__(self, config: ServeConfig, fetcher: MediaFetcher) -> None:
+        self._max_item_bytes = config.max_item_bytes
+        self._fetcher = fetcher
+        self._local = LocalMedia(config.allowed_local_media_path, config.max_item_bytes)
+
+    @asynccontextmanager
+    async def pack(self, modality: str, items: list[Item], arena: InputArena) -> AsyncIterator[Packed]:
+        """The items in a block of the arena. items is emptied, so that their text does not outlive the copy.
+
+        InvalidItem, ItemRefused, ItemUnavailable ... name the item; MemoryFull when the arena is full now,
+        ItemTooLarge when it could never hold the request.
+        """
+        item_count = len(items)
+        with ExitStack() as sources:
+            contents = await self._open_all(items, sources)
+            offsets, total_bytes = _lay_out(modality, [content.bound_bytes for content in contents])
+            block = _allocate(arena, total_bytes)
+            with block:
+                fill = partial(_fill, block.view, modality, contents, offsets, self._max_item_bytes)
+                if total_bytes - offsets[0] <= INLINE_DECODE_BYTES:
+                    sizes, digest = fill()
+                else:
+                    sizes, digest = await run_to_the_end(fill)
+                del fill
+                items.clear()
+                contents.clear()
+                sources.close()
+                metadata = _metadata(modality, offsets, sizes)
+                block.view[: len(metadata)] = metadata
+                yield Packed(block, len(metadata), item_count, sum(sizes), digest)
+
+    async def _open_all(self, items: list[Item], sources: ExitStack) -> list[Content]:
+        """Contents in order; URLs are fetched together. sources closes what was opened."""
+        hold = sources.enter_context(self._fetcher.hold())
+        return await _gather_in_order(
+            [self._open(item, index, hold, sources) for index, item in enumerate(items)]
+        )
+
+    async def _open(self, item: Item, index: int, hold: FetchHold, sources: ExitStack) -> Content:
+        match item:
+            case RemoteItem(url):
+                return FetchedContent(await self._fetcher.fetch(url, index, hold))
+            case LocalItem(path):
+                file = await run_to_the_end(partial(self._local.open, path, index))
+                sources.callback(file.close)
+                return FileContent(file)
+            case InlineItem():
+                return self._inline(item, index)
+
+    def _inline(self, item: InlineItem, index: int) -> InlineContent:
+        characters = len(item.text) - item.start
+        bound_bytes = -(-characters // 4) * 3 if item.is_base64 else characters
+        slack = BASE64_SLACK if item.is_base64 else 3.0
+        if bound_bytes > self._max_item_bytes * slack:
+            raise _too_large(index, self._max_item_bytes)
+        if not item.text.isascii():
+            raise InvalidItem(f"mm_items[{index}] is neither a URL, a path nor base64", item_index=index)
+        return InlineContent(item, index, bound_bytes)
+
+
+async def run_to_the_end(work: Callable[[], Result]) -> Result:
+    """work in a thread. A cancelled caller still waits for the thread: it writes to memory that the caller
+    gives back next."""
+    future = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError:
+                continue
+        if not future.cancelled():
+            future.exception()  # seen: the cancellation is what the caller hears of
+        raise
+
+
+async def _gather_in_order(opening: list[Coroutine[None, None, Content]]) -> list[Content]:
+    """Results in order; the first failure cancels the rest and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in opening]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _lay_out(modality: str, bounds: list[int]) -> tuple[list[int], int]:
+    """Each item's offset in the block, and the block's size. Nothing overlaps if every bound holds."""
+    # Packed with the largest numbers that can stand there: msgpack integers only get shorter.
+    largest = sum(bounds) + len(bounds) * ITEM_ALIGNMENT_BYTES + page_align(32 * (len(bounds) + 1))
+    worst_case = msgspec.msgpack.encode(
+        RequestMetadata(modality, [ItemSource(largest, largest)] * len(bounds))
+    )
+    position = page_align(len(worst_case))
+    offsets = []
+    for bound in bounds:
+        offsets.append(position)
+        position += -(-bound // ITEM_ALIGNMENT_BYTES) * ITEM_ALIGNMENT_BYTES
+    return offsets, position
+
+
+def _allocate(arena: InputArena, total_bytes: int) -> InputBlock:
+    block = arena.allocate(total_bytes)
+    if block is not None:
+        return block
+    if total_bytes > arena.total_bytes:
+        raise ItemTooLarge(f"the request needs {total_bytes} bytes; the arena holds {arena.total_bytes}")
+    raise MemoryFull(f"the arena has no room for {total_bytes} bytes now", retry_after_s=1.0)
+
+
+def _fill(
+    view: memoryview, modality: str, contents: list[Content], offsets: list[int], max_item_bytes: int
+) -> tuple[list[int], bytes]:
+    """Load every content at its offset; sizes, and sha256 over modality and length-prefixed items."""
+    digest = hashlib.sha256(modality.encode())
+    sizes = []
+    for index, (content, offset) in enumerate(zip(contents, offsets, strict=True)):
+        size = content.load_into(view[offset : offset + content.bound_bytes])
+        if size == 0:
+            raise InvalidItem(f"mm_items[{index}] is empty", item_index=index)
+        if size > max_item_bytes:
+            raise _too_large(index, max_item_bytes)
+        digest.update(size.to_bytes(8, "little"))
+        digest.update(view[offset : offset + size])
+        sizes.append(size)
+    return sizes, digest.digest()
+
+
+def _metadata(modality: str, offsets: list[int], sizes: list[int]) -> bytes:
+    sources = [ItemSource(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+    return msgspec.msgpack.encode(RequestMetadata(modality, sources))
+
+
+def _copy(source: bytes | bytearray, target: memoryview) -> int:
+    target[: len(source)] = source
+    return len(source)
+
+
+def _too_large(index: int, limit_bytes: int) -> ItemTooLarge:
+    return ItemTooLarge(f"mm_items[{index}] is larger than {limit_bytes} bytes", item_index=index)

@@ -1,0 +1,133 @@
+"""What an element of mm_items names: inline bytes, a URL to fetch, or a local path. No input or output here.
+
+Called by `app.schema`; `app.ingest` turns the result into bytes.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import unquote
+
+from app.errors import InvalidItem, InvalidRequest, ItemRefused
+
+MAX_NESTING: Final = 4
+MAX_URL_CHARACTERS: Final = 8192
+MAX_PATH_CHARACTERS: Final = 4096
+MAX_MEDIA_TYPE_CHARACTERS: Final = 512
+URL_KEYS: Final = ("url", "image_url", "video_url", "audio_url")
+# JPEG's first bytes in base64 look like an absolute path.
+JPEG_BASE64_PREFIX: Final = "/9j/"
+
+
+@dataclass(frozen=True, slots=True)
+class InlineItem:
+    """Bytes inside the request: text from `start` on, base64 or percent-encoded."""
+
+    text: str
+    start: int
+    is_base64: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteItem:
+    """An http or https URL, unchecked."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class LocalItem:
+    """An absolute path on this machine, unchecked."""
+
+    path: str
+
+
+Item = InlineItem | RemoteItem | LocalItem
+
+
+def parse_items(value: object, max_items: int) -> list[Item]:
+    """mm_items as decoded JSON -> items in order, nested lists flattened. Errors name the element."""
+    found: list[Item] = []
+    _collect(value, "mm_items", 0, found, max_items)
+    if not found:
+        raise InvalidRequest("mm_items is empty")
+    return found
+
+
+def _collect(value: object, name: str, depth: int, found: list[Item], max_items: int) -> None:
+    if isinstance(value, list):
+        if depth == MAX_NESTING:
+            raise InvalidRequest(f"{name} is nested more than {MAX_NESTING} lists deep")
+        if not value:
+            raise InvalidRequest(f"{name} is empty")
+        for index, element in enumerate(value):
+            _collect(element, f"{name}[{index}]", depth + 1, found, max_items)
+        return
+    if len(found) == max_items:
+        raise InvalidRequest(f"mm_items has more than {max_items} items")
+    found.append(_parse_text(_text_of(value, name), name, len(found)))
+
+
+def _text_of(value: object, name: str) -> str:
+    if isinstance(value, dict):
+        for key in URL_KEYS:
+            if key in value:
+                inner = value[key]
+                return _text_of(inner, f"{name}.{key}") if isinstance(inner, dict) else _string(inner, name)
+        raise InvalidRequest(f"{name} is an object with none of: {', '.join(URL_KEYS)}")
+    return _string(value, name)
+
+
+def _string(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{name} must be a string or an object with a url, got {_json_type(value)}")
+    return value
+
+
+def _json_type(value: object) -> str:
+    names = {bool: "bool", int: "int", float: "float", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def _parse_text(text: str, name: str, index: int) -> Item:
+    if not text:
+        raise InvalidItem(f"{name} is an empty string", item_index=index)
+    start = text[:8].lower()
+    if start.startswith("data:"):
+        return _parse_data_url(text, name, index)
+    if start.startswith(("http://", "https:/")):
+        if len(text) > MAX_URL_CHARACTERS:
+            raise InvalidItem(
+                f"{name} is a URL of more than {MAX_URL_CHARACTERS} characters", item_index=index
+            )
+        return RemoteItem(text)
+    if start.startswith("file:"):
+        return _parse_file_url(text, name, index)
+    if text[0] == "/" and not text.startswith(JPEG_BASE64_PREFIX) and len(text) <= MAX_PATH_CHARACTERS:
+        return LocalItem(text)
+    if "://" in text[:32]:
+        raise ItemRefused(f"{name} has a scheme that is not allowed: http, https, data", item_index=index)
+    return InlineItem(text, 0, is_base64=True)
+
+
+def _parse_data_url(text: str, name: str, index: int) -> InlineItem:
+    """RFC 2397: data:[type][;parameters][;base64],payload. The type is ignored: content decides."""
+    comma = text.find(",", 0, MAX_MEDIA_TYPE_CHARACTERS)
+    if comma < 0:
+        raise InvalidItem(f"{name} is a data URL without a comma", item_index=index)
+    if comma + 1 == len(text):
+        raise InvalidItem(f"{name} is a data URL without a payload", item_index=index)
+    last_parameter = text[5:comma].rpartition(";")[2].strip().lower()
+    return InlineItem(text, comma + 1, is_base64=last_parameter == "base64")
+
+
+def _parse_file_url(text: str, name: str, index: int) -> LocalItem:
+    rest = text[5:]
+    if rest.startswith("//"):
+        host, slash, path = rest[2:].partition("/")
+        if host.lower() not in ("", "localhost"):
+            raise ItemRefused(f"{name} is a file URL on another host", item_index=index)
+        rest = slash + path
+    path = unquote(rest)
+    if not path.startswith("/") or len(path) > MAX_PATH_CHARACTERS:
+        raise InvalidItem(f"{name} is a file URL without an absolute path", item_index=index)
+    return LocalItem(path)

@@ -1,0 +1,158 @@
+"""POST /encode and POST /release on the wire: typed requests in, typed answers out.
+
+Types are strict, unknown fields are ignored (SGLang adds some), every message names the field.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from app.errors import InvalidRequest
+from app.items import Item, parse_items
+from shm.messages import Handle
+
+MAX_REQ_ID_CHARACTERS: Final = 512
+MODALITIES: Final = ("image", "video", "audio")
+Body = TypeVar("Body", bound=Struct)
+_CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+class _EncodeBody(Struct):
+    req_id: str
+    mm_items: Any
+    modality: str | UnsetType = UNSET
+    num_parts: int | UnsetType = UNSET
+    part_idx: int | UnsetType = UNSET
+    hashes: list[str] | None = None
+    wait: Literal["ready", "shape"] = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeRequest:
+    """A checked /encode body. modality is lower case; items are in order, nested lists flattened."""
+
+    req_id: str
+    items: list[Item]
+    modality: str
+    num_parts: int
+    part_idx: int
+    wait: Literal["ready", "shape"]
+
+
+def parse_encode(body: bytes | bytearray, max_items: int) -> EncodeRequest:
+    """The body of POST /encode. InvalidRequest or InvalidItem, naming the field."""
+    fields = _decode(body, _EncodeBody)
+    _check_req_id(fields.req_id)
+    num_parts, part_idx = _parts(fields)
+    return EncodeRequest(
+        fields.req_id,
+        parse_items(fields.mm_items, max_items),
+        _modality(fields),
+        num_parts,
+        part_idx,
+        fields.wait,
+    )
+
+
+def _check_req_id(req_id: str) -> None:
+    if not 1 <= len(req_id) <= MAX_REQ_ID_CHARACTERS:
+        raise InvalidRequest(f"req_id must have 1 to {MAX_REQ_ID_CHARACTERS} characters, has {len(req_id)}")
+    if _CONTROL_CHARACTER.search(req_id):
+        raise InvalidRequest("req_id must not contain control characters")
+
+
+def _parts(fields: _EncodeBody) -> tuple[int, int]:
+    num_parts = 1 if fields.num_parts is UNSET else fields.num_parts
+    part_idx = 0 if fields.part_idx is UNSET else fields.part_idx
+    if num_parts < 1:
+        raise InvalidRequest(f"num_parts must be at least 1, is {num_parts}")
+    if not 0 <= part_idx < num_parts:
+        raise InvalidRequest(f"part_idx must be from 0 to num_parts - 1 ({num_parts - 1}), is {part_idx}")
+    return num_parts, part_idx
+
+
+def _modality(fields: _EncodeBody) -> str:
+    """Lower case. Left out it is image, unless the request says that it is a part: parts are split by
+    modality, so a part without one is malformed and not a guess."""
+    if fields.modality is UNSET:
+        if fields.num_parts is not UNSET or fields.part_idx is not UNSET:
+            raise InvalidRequest("modality is missing; a request with num_parts or part_idx must name it")
+        return "image"
+    modality = fields.modality.lower()
+    if modality not in MODALITIES:
+        raise InvalidRequest(f"modality must be one of: {', '.join(MODALITIES)}")
+    return modality
+
+
+class ReleaseRequest(Struct):
+    """POST /release: the handle's nonce, or the whole handle."""
+
+    nonce: str = ""
+    handle: Handle | None = None
+
+    def wanted_nonce(self) -> str:
+        """The nonce, wherever it stands."""
+        nonce = self.handle.nonce if self.handle is not None else self.nonce
+        if not nonce:
+            raise InvalidRequest("nonce is missing: give nonce or handle")
+        return nonce
+
+
+def parse_release(body: bytes | bytearray) -> ReleaseRequest:
+    """The body of POST /release."""
+    return _decode(body, ReleaseRequest)
+
+
+class AnswerItem(Struct, frozen=True):
+    """One item's rows in the block. grid_thw: [[t, h, w], ...] in patches; width, height in pixels."""
+
+    row_start: int
+    row_count: int
+    grid_thw: list[list[int]]
+    width: int
+    height: int
+
+
+class AnswerTimings(Struct, frozen=True):
+    """Milliseconds. ingest: body, fetch, decode into the arena; the rest are the worker's readings."""
+
+    ingest: float
+    queue: float
+    preprocess: float
+    forward: float
+    copy: float
+    total: float
+
+
+class EncodeAnswer(Struct, frozen=True):
+    """The 200 of POST /encode. embedding_size/len/dim are SGLang's names for nbytes, rows, dim."""
+
+    req_id: str
+    modality: str
+    num_parts: int
+    part_idx: int
+    grid_thw: list[list[int]]
+    rows: int
+    dim: int
+    embedding_size: int
+    embedding_len: int
+    embedding_dim: int
+    dtype: str
+    items: list[AnswerItem]
+    timings: AnswerTimings
+    state: Literal["ready", "shape"]
+    handle: Handle
+
+
+def _decode(body: bytes | bytearray, kind: type[Body]) -> Body:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"the body does not fit: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise InvalidRequest("the body is not valid JSON in UTF-8") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deep") from None
