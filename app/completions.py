@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from app.errors import from_worker
 from app.jobs import Encoded, State, Timings
-from app.worker import LINK_SLOT_COUNT, WorkerCondition
+from app.worker import LINK_SLOT_COUNT
 from shm.errors import RegionCorrupt
 from shm.layout import NO_BLOCK, BlockState, Completion, CompletionKind
 from shm.messages import Handle
@@ -103,14 +103,14 @@ class Completions:
         """Take and settle up to limit records; whether the limit was reached."""
         taken = 0
         try:
-            while taken < limit and worker.condition is not WorkerCondition.STALLED:
+            while taken < limit and worker.is_trusted:
                 slot = worker.link.completions.try_take()
                 if slot is None:
                     break
                 taken += 1
                 self._settle(worker, Completion.unpack(slot))
         except RegionCorrupt as corrupt:
-            worker.condemn(str(corrupt))
+            worker.distrust(str(corrupt))
         if taken:
             worker.outbox.flush()
             self._on_progress()
@@ -120,7 +120,7 @@ class Completions:
         try:
             return worker.link.completions.arm()
         except RegionCorrupt as corrupt:
-            worker.condemn(str(corrupt))
+            worker.distrust(str(corrupt))
             return True
 
     def _settle(self, worker: Worker, record: Completion) -> None:

@@ -181,7 +181,13 @@ class Engine:
             )
             for index in range(config.workers)
         ]  # fmt: skip
-        self._supervisor = Supervisor(places, heartbeat_s=config.heartbeat_s, stall_s=config.stall_timeout_s)
+        self._supervisor = Supervisor(
+            places,
+            heartbeat_s=config.heartbeat_s,
+            stall_s=config.stall_timeout_s,
+            # A ring that was full has room again without any completion to say so.
+            on_beat=self._pump,
+        )
         self._dispatch = Dispatch(self._inflight, self._supervisor)
         self._supervisor.start()
 

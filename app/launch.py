@@ -67,12 +67,21 @@ class Launcher:
             undo.pop_all()
         return LaunchRegions(link, segment, eventfd)
 
-    def spawn(self, regions: LaunchRegions) -> subprocess.Popen[bytes]:
-        """Start the process, in a session of its own: a Ctrl-C is for us, who then drain. OSError."""
+    def spawn(self, regions: LaunchRegions) -> tuple[subprocess.Popen[bytes], int]:
+        """Start the process, in a session of its own: a Ctrl-C is for us, who then drain. OSError.
+
+        Returns it with a pidfd, which the caller closes.
+        """
         config = self._worker_config(regions)
         argv = [sys.executable, "-m", "gpu_workers", msgspec.json.encode(config).decode()]
         inherited = (config.link_fd, config.arena_fd, config.segment_fd, config.completion_eventfd)
-        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=inherited, start_new_session=True)
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=inherited, start_new_session=True)
+        try:
+            return process, os.pidfd_open(process.pid)
+        except OSError:
+            process.kill()
+            process.wait()
+            raise
 
     def _worker_config(self, regions: LaunchRegions) -> WorkerConfig:
         config = self._config

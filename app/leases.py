@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING
 
 from shm.errors import LeaseRefused, StaleHandle
@@ -22,6 +22,8 @@ from shm.errors import LeaseRefused, StaleHandle
 if TYPE_CHECKING:
     from app.segments import Block
     from shm.messages import Attach
+
+EXPIRE_MAX = 256  # leases ended by the clock before the event loop has its turn again
 
 
 @dataclass(slots=True, eq=False)
@@ -159,22 +161,24 @@ class Leases:
         lease.expires_ns = time.monotonic_ns() + self._unattached_ns
         self._expiring[lease.number] = lease
         if self._timer is None:
-            self._set_timer(lease)
+            self._set_timer()
 
-    def _set_timer(self, soonest: Lease) -> None:
-        delay_s = max(0, soonest.expires_ns - time.monotonic_ns()) / 1e9
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._expire)
+    def _set_timer(self) -> None:
+        """For the lease that expires next, if there is one."""
+        self._timer = None
+        for soonest in self._expiring.values():
+            delay_s = max(0, soonest.expires_ns - time.monotonic_ns()) / 1e9
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._expire)
+            return
 
     def _expire(self) -> None:
-        self._timer = None
         now_ns = time.monotonic_ns()
-        while self._expiring:
-            soonest = next(iter(self._expiring.values()))
-            if soonest.expires_ns > now_ns:
-                self._set_timer(soonest)
-                return
+        for lease in list(islice(self._expiring.values(), EXPIRE_MAX)):
+            if lease.expires_ns > now_ns:
+                break
             self._expired += 1
-            self._end(soonest)
+            self._end(lease)
+        self._set_timer()
 
 
 def _key(nonce: str) -> bytes:

@@ -187,11 +187,11 @@ class Place:
         return worker.has_served or (worker.ready_ns > 0 and served_long)
 
     def _launch(self, regions: LaunchRegions) -> Worker:
-        process = self._launcher.spawn(regions)
+        process, pidfd = self._launcher.spawn(regions)
         link = ControlLink(regions.link, regions.completion_eventfd)
-        outbox = Outbox(link.submissions)
+        outbox = Outbox(link.submissions, on_corrupt=self._distrust)
         segment = self._segments.add(self.index, self.epoch, regions.segment, outbox)
-        worker = self.worker = Worker(process, link, segment, outbox)
+        worker = self.worker = Worker(process, pidfd, link, segment, outbox)
         asyncio.get_running_loop().add_reader(link.eventfd, self._answer_bell, worker)
         self._answer_bell(worker)
         logger.info("worker %d.%d started (pid %d)", worker.place, worker.epoch, worker.pid)
@@ -202,13 +202,17 @@ class Place:
         self._completions.answer_bell(worker)
         self._observe(worker)
 
+    def _distrust(self, reason: str) -> None:
+        if self.worker is not None:
+            self.worker.distrust(reason)
+
     def _observe(self, worker: Worker) -> None:
         if not worker.observe() or worker.condition is not WorkerCondition.READY:
             return
         try:
             self._info = worker.link.info()
         except RegionCorrupt as corrupt:
-            worker.condemn(str(corrupt))
+            worker.distrust(str(corrupt))
             return
         self._segments.open_to_readers(worker.segment)
         logger.info("worker %d.%d is ready", worker.place, worker.epoch)

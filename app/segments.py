@@ -9,10 +9,12 @@ and with the last block the whole segment. Called by `app.completions`, `app.eng
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 PUNCH_STEP_BYTES = 16 << 20
 
+logger = logging.getLogger(__name__)
 _decode_metadata = msgspec.msgpack.Decoder(BlockMetadata).decode
 
 
@@ -158,7 +161,8 @@ class Segments:
         self._backing = backing
         self._segments: dict[tuple[int, int], Segment] = {}
         self._on_drop = on_drop
-        # One thread: a segment's holes are punched before its descriptor is closed, and never after.
+        # What walks or frees a whole segment takes too long for the event loop. One thread: a segment is
+        # recovered before its holes are punched, and closed after that.
         self._janitor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="segments")
 
     def add(self, place: int, epoch: int, region: Region, outbox: Outbox) -> Segment:
@@ -186,12 +190,13 @@ class Segments:
         return sum(segment.place == place for segment in self._segments.values())
 
     def recover(self, segment: Segment) -> list[Block]:
-        """After proof of its worker's death: the blocks that were being filled, now LOST.
+        """After proof of its worker's death: the known blocks that were still being filled.
 
-        Their readers are woken. The memory of every run that control does not know goes back to the kernel.
+        Soon every block in FILLING is LOST and its readers are woken, and the memory of all runs that
+        control does not know has gone back to the kernel.
         """
         segment.outbox = None
-        SegmentRecovery(segment.region).fail_filling()
+        self._janitor.submit(_logged, SegmentRecovery(segment.region).fail_filling)
         self._punch_unknown_runs(segment)
         unfinished = [block for block in segment.blocks.values() if block.attempt is not None]
         for block in unfinished:
@@ -241,15 +246,14 @@ class Segments:
         ]
 
     def _drop(self, segment: Segment) -> None:
-        # munmap of a gigabyte takes 100 ms: not on the event loop.
         del self._segments[segment.place, segment.epoch]
-        self._janitor.submit(_close, segment)
+        self._janitor.submit(_logged, partial(_close, segment))
 
     def _punch_unknown_runs(self, segment: Segment) -> None:
         start = segment.region.header.payload_offset
         for block in sorted(segment.blocks.values(), key=lambda block: block.run_offset):
             self._punch(segment, start, block.run_offset - start)
-            start = block.run_offset + block.run_bytes
+            start = max(start, block.run_offset + block.run_bytes)
         self._punch(segment, start, segment.region.size_bytes - start)
 
     def _punch(self, segment: Segment, offset: int, nbytes: int) -> None:
@@ -259,7 +263,15 @@ class Segments:
         # In steps, because madvise holds the interpreter lock.
         for start in range(offset, offset + nbytes, PUNCH_STEP_BYTES):
             step_bytes = min(PUNCH_STEP_BYTES, offset + nbytes - start)
-            self._janitor.submit(punch_hole, segment.region, start, step_bytes)
+            self._janitor.submit(_logged, partial(punch_hole, segment.region, start, step_bytes))
+
+
+def _logged(chore: Callable[[], object]) -> None:
+    """Nobody waits for a chore of the janitor: what goes wrong there is said here."""
+    try:
+        chore()
+    except Exception:  # the edge of the thread: the chores after it must still be done
+        logger.exception("giving back a segment's memory failed")
 
 
 def _close(segment: Segment) -> None:

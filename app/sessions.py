@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,6 +24,7 @@ from shm.errors import LeaseRefused, RegionCorrupt, RegionUnavailable, SessionCl
 from shm.layout import LAYOUT_VERSION, SessionDescriptor, SessionKind
 from shm.messages import Attach, Attached, Refused, Welcome
 from shm.session import (
+    MAX_DESCRIPTORS,
     SessionRegions,
     create_session_regions,
     peer_credentials,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from app.segments import Segment, Segments
 
 SESSIONS_MAX = 1024
+ACCEPT_PAUSE_S = 1.0
 DRAIN_MAX = 64  # releases taken before the event loop has its turn again
 
 logger = logging.getLogger(__name__)
@@ -76,7 +78,8 @@ class Session:
 
     def welcome(self, boot_id: bytes, http: str) -> None:
         """Send the regions and all segments, and listen from now on."""
-        segments = list(self._segments.readable())
+        room = MAX_DESCRIPTORS - len(self._regions.descriptors)
+        segments = list(islice(self._segments.readable(), room))
         self._granted.update(segments)
         welcome = Welcome(
             self.number, LAYOUT_VERSION, boot_id.hex(), http, [segment.grant for segment in segments]
@@ -183,6 +186,8 @@ class Sessions:
         self._allow_uids = allow_uids
         self._leases = leases
         self._segments = segments
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
         self._numbers = count(1)
         self._open: set[Session] = set()
         self._refused = 0
@@ -190,11 +195,13 @@ class Sessions:
 
     def start(self) -> None:
         """Accept from now on."""
-        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+        self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
         """Accept no more, and hang up on everybody."""
-        asyncio.get_running_loop().remove_reader(self._listener)
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._listener)
         for session in list(self._open):
             session.end()
 
@@ -207,8 +214,11 @@ class Sessions:
         """One connection; the loop calls again if more wait."""
         try:
             connection, _ = self._listener.accept()
-        except OSError:
-            return  # it has gone already, or there is no descriptor for it: nothing to refuse
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            self._pause_accepting(error)
+            return
         connection.setblocking(False)
         peer = peer_credentials(connection)
         if peer.uid not in self._allow_uids or len(self._open) >= SESSIONS_MAX:
@@ -223,6 +233,12 @@ class Sessions:
         session = Session(number, connection, regions, self._leases, self._segments, self._forget)
         self._open.add(session)
         session.welcome(self._boot_id, self._http)
+
+    def _pause_accepting(self, error: OSError) -> None:
+        """No descriptor is left for a connection: come back later, instead of asking in circles."""
+        logger.warning("no session can be accepted now: %s", error.strerror)
+        self._loop.remove_reader(self._listener)
+        self._pause = self._loop.call_later(ACCEPT_PAUSE_S, self.start)
 
     def _refuse(self, connection: socket.socket, who: str) -> None:
         self._refused += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from app.place import Place, WorkerStatus
 from app.worker import Worker, WorkerCondition
@@ -14,10 +14,14 @@ KILL_LIMIT_S = 10.0  # a killed process that is not gone by then hangs in the ke
 class Supervisor:
     """Keeps a worker in each place. Nothing here waits for a worker on the event loop."""
 
-    def __init__(self, places: Sequence[Place], *, heartbeat_s: float, stall_s: float) -> None:
+    def __init__(
+        self, places: Sequence[Place], *, heartbeat_s: float, stall_s: float, on_beat: Callable[[], None]
+    ) -> None:
+        """on_beat: called after every look at the places."""
         self._places = places
         self._heartbeat_s = heartbeat_s
         self._stall_ns = int(stall_s * 1e9)
+        self._on_beat = on_beat
         self._lives: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -71,3 +75,4 @@ class Supervisor:
         self._timer = asyncio.get_running_loop().call_later(self._heartbeat_s, self._beat)
         for place in self._places:
             place.check(stall_ns=self._stall_ns)
+        self._on_beat()

@@ -35,7 +35,7 @@ class WorkerCondition(StrEnum):
     STARTING = "starting"
     LOADING = "loading"
     READY = "ready"
-    STALLED = "stalled"  # condemned: it is being killed, and nothing it says counts any more
+    STALLED = "stalled"  # condemned: it is being killed
     STOPPING = "stopping"
 
 
@@ -51,12 +51,18 @@ _CONDITIONS = {
 class Worker:
     """One process in one place and epoch.
 
-    attempts: its tickets that have not ended, oldest first. ended resolves to the exit status (negative: the
-    signal) once the process has been reaped, which is the proof of its death.
+    attempts: its tickets that have not ended, oldest first. is_trusted: nothing impossible was found in what
+    it wrote. ended resolves to the exit status (negative: the signal) once the process has been reaped,
+    which is the proof of its death. pidfd is closed then.
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], link: ControlLink, segment: Segment, outbox: Outbox
+        self,
+        process: subprocess.Popen[bytes],
+        pidfd: int,
+        link: ControlLink,
+        segment: Segment,
+        outbox: Outbox,
     ) -> None:
         self.place = segment.place
         self.epoch = segment.epoch
@@ -70,9 +76,10 @@ class Worker:
         self.started_ns = time.monotonic_ns()
         self.ready_ns = 0
         self.has_served = False
+        self.is_trusted = True
         self._process = process
         self._loop = asyncio.get_running_loop()
-        self._pidfd = os.pidfd_open(process.pid)
+        self._pidfd = pidfd
         self.ended: asyncio.Future[int] = self._loop.create_future()
         self._loop.add_reader(self._pidfd, self._reap)
 
@@ -83,9 +90,9 @@ class Worker:
 
     @property
     def can_take_work(self) -> bool:
-        """READY, with credit left (so that its completion ring cannot fill) and room in its ring."""
+        """READY, with credit left (so that its completion ring cannot fill), and no order waits for room."""
         ready = self.condition is WorkerCondition.READY and not self.ended.done()
-        return ready and len(self.attempts) < CREDIT and self.outbox.has_room()
+        return ready and len(self.attempts) < CREDIT and not self.outbox.backlog
 
     def assign(self, attempt: Attempt) -> bool:
         """Register the attempt, then publish it; False, and forgotten again, when the ring is full."""
@@ -125,7 +132,7 @@ class Worker:
         try:
             self.condition = _CONDITIONS[self.link.state()]
         except RegionCorrupt as corrupt:
-            self.condemn(str(corrupt))
+            self.distrust(str(corrupt))
         if self.condition is WorkerCondition.READY and not self.ready_ns:
             self.ready_ns = time.monotonic_ns()
         return self.condition is not before
@@ -136,7 +143,7 @@ class Worker:
         if self.condition in (WorkerCondition.STARTING, WorkerCondition.LOADING):
             if now_ns - self.started_ns > start_limit_ns:
                 self.condemn("it did not become ready in time")
-        elif self.condition is WorkerCondition.READY:
+        elif self.condition in (WorkerCondition.READY, WorkerCondition.STOPPING):
             oldest_step_ns = self.link.oldest_step_ns()
             if now_ns - max(self.link.heartbeat_ns(), self.ready_ns) > stall_ns:
                 self.condemn("its heartbeat stopped")
@@ -151,6 +158,11 @@ class Worker:
         self.condition = WorkerCondition.STALLED
         self.reason = reason
         self.send_signal(signal.SIGKILL)
+
+    def distrust(self, reason: str) -> None:
+        """Condemn it for something impossible in what it wrote: nothing more is read from it."""
+        self.is_trusted = False
+        self.condemn(reason)
 
     def stop(self) -> None:
         """Ask it to end what it has and to exit."""
