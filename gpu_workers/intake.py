@@ -15,7 +15,7 @@ import msgspec
 
 from gpu_workers.backlog import Backlog
 from gpu_workers.errors import ItemError
-from gpu_workers.families.base import Family
+from gpu_workers.families.base import Family, ItemPlan
 from gpu_workers.faults import FaultPoint, Faults
 from gpu_workers.heart import Heart
 from gpu_workers.jobs import Job
@@ -134,7 +134,16 @@ class Intake:
             if source.nbytes == 0:
                 raise ItemError(ErrorCode.EMPTY_ITEM)
             data = block[source.offset : source.offset + source.nbytes]
-            job.add_item(data, self._family.inspect(request.modality, data))
+            job.add_item(data, self._inspect(job, data))
+
+    def _inspect(self, job: Job, data: memoryview) -> ItemPlan:
+        try:
+            return self._family.inspect(job.modality, data)
+        except ItemError:
+            raise
+        except Exception:
+            logger.warning("ticket %d item %d: inspect failed", job.ticket, len(job.items), exc_info=True)
+            raise ItemError(ErrorCode.INTERNAL) from None
 
     def _payload_bytes(self, job: Job) -> int:
         return job.rows * self._info.dim * self._info.dtype.itemsize

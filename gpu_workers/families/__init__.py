@@ -1,0 +1,1 @@
+"""Model families: base.py says what one is, registry.py which there are."""

@@ -15,7 +15,7 @@ from gpu_workers.families.stub import StubFamily
 from shm.messages import WorkerConfig
 from shm.region import Region
 
-# model_type of config.json -> "module:function"; the function is (WorkerConfig, torch.device) -> Family.
+# model_type -> "module:function", the function being (WorkerConfig, torch.device, model_type) -> Family.
 _LOADERS: Final = {
     "qwen2_vl": "gpu_workers.families.qwen_vl:load",
     "qwen2_5_vl": "gpu_workers.families.qwen_vl:load",
@@ -36,20 +36,16 @@ def load_family(config: WorkerConfig, segment: Region) -> Loaded:
         return Loaded(StubFamily(), PlainDevice())
     if config.tower != "auto":
         raise ConfigurationError(f"unknown tower {config.tower!r}, known: auto, stub")
-    loader = _loader(config.checkpoint)
+    model_type = read_model_type(config.checkpoint)
+    if model_type not in _LOADERS:
+        known = ", ".join(_LOADERS)
+        raise ConfigurationError(f"model_type {model_type!r} is not supported, known: {known}")
     from gpu_workers.torch_device import open_device  # here, because it loads torch
 
     device = open_device(config.device, config.torch_threads, segment)
-    module, function = loader.split(":")
-    family: Family = getattr(import_module(module), function)(config, device.torch_device)
+    module, function = _LOADERS[model_type].split(":")
+    family: Family = getattr(import_module(module), function)(config, device.torch_device, model_type)
     return Loaded(family, device)
-
-
-def _loader(checkpoint: str) -> str:
-    model_type = read_model_type(checkpoint)
-    if model_type not in _LOADERS:
-        raise ConfigurationError(f"model_type {model_type!r} is not supported, known: {', '.join(_LOADERS)}")
-    return _LOADERS[model_type]
 
 
 def read_model_type(checkpoint: str) -> str:

@@ -1,0 +1,1 @@
+"""Media bytes -> arrays. Nothing in here knows a model."""

@@ -1,0 +1,101 @@
+"""Loads a checkpoint's towers and projectors alone, by Hugging Face's own loader.
+
+The model's class is subclassed on the fly: its __init__ builds the whole model on the meta device, which
+costs nothing, and then drops the language model. What is not in the model is not read from the checkpoint, so
+only the towers' weights are ever in memory, and everything from_pretrained knows (old key layouts, split
+weights, non-persistent buffers) still works.
+"""
+
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from gpu_workers.errors import ConfigurationError
+from shm.layout import Dtype
+
+_LANGUAGE_MODULES: Final = frozenset(
+    ("language_model", "lm_head", "talker", "code2wav", "token2wav", "code_predictor")
+)
+_CONTAINERS: Final = ("model", "thinker")  # modules that hold towers beside a language model
+
+_TORCH_DTYPES: Final = {
+    Dtype.FLOAT32: torch.float32,
+    Dtype.FLOAT16: torch.float16,
+    Dtype.BFLOAT16: torch.bfloat16,
+}
+
+
+def load_towers(
+    model_class: type[PreTrainedModel],
+    checkpoint: str,
+    *,
+    dtype: str,
+    device: torch.device,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """The model without its language model, in eval mode, on `device`; its get_*_features methods work.
+
+    dtype: "auto" (the checkpoint's), "float32", "float16" or "bfloat16". ConfigurationError if the checkpoint
+    lacks a weight of a tower; whatever from_pretrained raises for a damaged one.
+    """
+    model, loading = _without_language_model(model_class).from_pretrained(
+        checkpoint,
+        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        raise ConfigurationError(
+            f"the checkpoint lacks {len(missing)} weights of the tower, such as {missing[0]}"
+        )
+    model.requires_grad_(False)
+    return model.eval().to(device)
+
+
+def tower_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def payload_dtype(dtype: torch.dtype) -> Dtype:
+    """The payload's element type for rows of this torch type. ConfigurationError if it has none."""
+    for known, candidate in _TORCH_DTYPES.items():
+        if candidate == dtype:
+            return known
+    raise ConfigurationError(f"towers in {dtype} are not supported")
+
+
+def _without_language_model(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    class TowersOnly(model_class):  # type: ignore[misc]
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            _drop_language_model(self)
+
+        def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+            """Only the language model has tied weights."""
+
+        @property
+        def all_tied_weights_keys(self) -> dict[str, str]:
+            return {}
+
+        @all_tied_weights_keys.setter
+        def all_tied_weights_keys(self, value: dict[str, str]) -> None:
+            """The base class assigns what it found in the whole model."""
+
+    # The loader looks up how to rename weights by the class's name.
+    TowersOnly.__name__ = model_class.__name__
+    TowersOnly.__qualname__ = model_class.__qualname__
+    TowersOnly.__module__ = model_class.__module__
+    return TowersOnly
+
+
+def _drop_language_model(module: nn.Module) -> None:
+    for name, child in list(module.named_children()):
+        if name in _LANGUAGE_MODULES:
+            setattr(module, name, nn.Identity())
+        elif name in _CONTAINERS:
+            _drop_language_model(child)
