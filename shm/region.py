@@ -232,7 +232,7 @@ def _open_memfd(label: str) -> int:
 
 
 def _reserve(fd: int, size_bytes: int, backing: Backing, label: str) -> None:
-    """Give the object its size and all its pages, so that a full machine is an error here, no SIGBUS later."""
+    """Give the object its size and all its pages: a full machine is an error here and no SIGBUS later."""
     room = posix_room() if backing is Backing.POSIX else memory_room()
     if size_bytes > room.free_bytes:
         raise _unavailable(size_bytes, backing, label)

@@ -58,7 +58,7 @@ class ReleaseRing:
         with self._lock:
             self._closed = True
             self._connection.close()
-            del self._ring  # it holds both mappings
+            self._ring.close()  # before the mappings that it looks at
             self._client.close()
             self._control.close()
             os.close(self._bell)

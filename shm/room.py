@@ -51,12 +51,13 @@ def _cgroup_rooms() -> Iterator[Room]:
         for directory in (group, *group.parents):
             if directory == _CGROUP_ROOT.parent:
                 break
-            room = _one_cgroup_room(directory)
+            room = cgroup_room(directory)
             if room is not None:
                 yield room
 
 
-def _one_cgroup_room(directory: Path) -> Room | None:
+def cgroup_room(directory: Path) -> Room | None:
+    """Room below one control group's memory.max; None where there is no limit."""
     try:
         limit = (directory / "memory.max").read_text().strip()
         current_bytes = int((directory / "memory.current").read_text())

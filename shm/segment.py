@@ -24,6 +24,8 @@ from shm.layout import (
 from shm.pages import PageRuns
 from shm.region import Backing, Region, create_region
 
+_STATES: Final = frozenset(int(state) for state in BlockState)
+_ITEMSIZES: Final = {int(dtype): dtype.itemsize for dtype in Dtype}
 _BYTES_PER_BLOCK: Final = 64 << 10  # small embeddings are about this big; a header costs a thousandth of it
 
 
@@ -237,18 +239,17 @@ class SegmentReader:
         if not 0 <= block < self.block_count:
             raise RegionCorrupt(f"block {block} of {self.block_count}")
         header = BlockHeader.unpack(_core.header_load(self._region.memory, block_header_offset(block)))
-        if header.state != BlockState.FREE:
-            self._check(header)
+        problem = "" if header.state == BlockState.FREE else self._problem(header)
+        if problem:
+            raise RegionCorrupt(f"the {problem} in the header of block {block} is impossible")
         return header
 
     def payload(self, header: BlockHeader) -> memoryview:
-        """The payload's bytes, read-only: rows x dim elements, row-major."""
-        self._check(header)
+        """The payload of a header that header() returned, read-only: rows x dim elements, row-major."""
         return self._view[header.offset : header.offset + header.nbytes]
 
     def metadata(self, header: BlockHeader) -> bytes:
-        """A copy of the metadata run (msgpack BlockMetadata)."""
-        self._check(header)
+        """A copy of the metadata run (msgpack BlockMetadata) of a header that header() returned."""
         run = header.offset - page_align(header.metadata_bytes)
         return bytes(self._view[run : run + header.metadata_bytes])
 
@@ -260,25 +261,20 @@ class SegmentReader:
         """True once control has given this segment up: no lease in it exists any more."""
         return _core.word_load(self._region.memory, VERSION_OFFSET) == 0
 
-    def _check(self, header: BlockHeader) -> None:
-        """Numbers of any size come in (64-bit words): each is bounded before it is used in a sum."""
-        problem = self._problem(header)
-        if problem:
-            raise RegionCorrupt(f"a block header's {problem} is impossible")
-
     def _problem(self, header: BlockHeader) -> str:
+        """The first field that cannot be, or nothing. Each number is bounded before it is used in a sum."""
         region = self._region.header
-        if header.state > max(BlockState):
+        if header.state not in _STATES:
             return "state"
         if header.epoch != region.epoch:
             return "epoch"
-        if header.dtype not in Dtype.__members__.values():
+        if header.dtype not in _ITEMSIZES:
             return "dtype"
         if header.offset % PAGE_BYTES or not region.payload_offset <= header.offset <= region.size_bytes:
             return "offset"
         if header.nbytes > region.size_bytes - header.offset:
             return "nbytes"
-        if header.nbytes != header.rows * header.dim * Dtype(header.dtype).itemsize:
+        if header.nbytes != header.rows * header.dim * _ITEMSIZES[header.dtype]:
             return "shape"
         if header.rows_ready > header.rows:
             return "rows_ready"

@@ -62,7 +62,8 @@ class SessionRegions:
         return [self.client.fd, self.control_read_only_fd, self.bell]
 
     def close(self) -> None:
-        """Give everything back. `releases` must not be used afterwards."""
+        """Give everything back. `releases` refuses to be used afterwards."""
+        self.releases.close()
         self.client.close()
         self.control.close()
         os.close(self.control_read_only_fd)

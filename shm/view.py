@@ -106,7 +106,8 @@ class View:
         from shm.torch_view import as_tensor  # here, because most readers of numpy rows have no torch
 
         payload, ready = self._ready_rows()
-        return as_tensor(payload, self.rows, self.dim, self.dtype)[:ready]
+        tensor = as_tensor(payload, self.rows, self.dim, self.dtype)
+        return tensor if ready == self.rows else tensor[:ready]
 
     def wait_rows(self, count: int, timeout: float | None = None) -> int:
         """Sleep until at least `count` rows are final; how many are. timeout: seconds, None for ever.
