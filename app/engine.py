@@ -25,7 +25,7 @@ from app.jobs import Encoded, EncodeJob
 from app.launch import Launcher
 from app.leases import Leases, LeaseStatistics
 from app.place import Place, WorkerStatus
-from app.segments import Block, Segments, SegmentStatistics
+from app.segments import Block, Segment, Segments, SegmentStatistics
 from app.sessions import Sessions, SessionStatistics
 from app.supervisor import Supervisor
 from app.worker import Worker
@@ -83,7 +83,6 @@ class Engine:
             undo.callback(os.close, arena_read_only_fd)
             self._segments = Segments(backing, self._segment_dropped)
             undo.callback(self._segments.close)
-            undo.callback(self._leases.close)
             self._sessions = Sessions(
                 listener,
                 boot_id=self._boot_id,
@@ -94,6 +93,7 @@ class Engine:
             )
             self._sessions.start()
             undo.callback(self._sessions.close)
+            undo.callback(self._leases.close)
             self._start_workers(Launcher(config, self._boot_id, backing, arena_read_only_fd))
             undo.push_async_callback(self._supervisor.stop)
             undo.push_async_callback(self.drain)
@@ -135,6 +135,10 @@ class Engine:
     def workers(self) -> list[WorkerStatus]:
         """Every worker place, in order."""
         return self._supervisor.statuses()
+
+    def segments(self) -> list[Segment]:
+        """Every segment that exists."""
+        return self._segments.all()
 
     async def failed(self) -> str:
         """Returns the reason once all places have failed for their configuration (exit status 78)."""

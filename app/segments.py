@@ -185,6 +185,10 @@ class Segments:
         """Those that readers may map."""
         return (segment for segment in self._segments.values() if segment.read_only_fd >= 0)
 
+    def all(self) -> list[Segment]:
+        """Those that exist, in order of place and epoch."""
+        return [segment for _, segment in sorted(self._segments.items())]
+
     def count(self, place: int) -> int:
         """How many segments of this place exist, the present epoch's included."""
         return sum(segment.place == place for segment in self._segments.values())
@@ -227,7 +231,7 @@ class Segments:
 
     def close(self) -> None:
         """Let go of everything; all workers are dead by now."""
-        for segment in list(self._segments.values()):
+        for segment in self.all():
             self._drop(segment)
         self._janitor.shutdown()
 
@@ -242,7 +246,7 @@ class Segments:
                 segment.used_bytes,
                 segment.payload_bytes - segment.used_bytes,
             )
-            for _, segment in sorted(self._segments.items())
+            for segment in self.all()
         ]
 
     def _drop(self, segment: Segment) -> None:

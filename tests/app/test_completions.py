@@ -1,0 +1,261 @@
+"""app.completions: what a worker reports is checked before it is believed."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from app.completions import DRAIN_MAX, Completions, HandleOrigin
+from app.dispatch import Dispatch
+from app.errors import ItemUndecodable, MemoryFull
+from app.inflight import Flight, Inflight, Waiter
+from app.jobs import Wait
+from app.leases import Leases
+from app.segments import Segments
+from app.worker import Worker
+from shm.arena import InputArena
+from shm.errors import ErrorCode
+from shm.layout import NO_BLOCK, Completion, CompletionKind, Submission, SubmissionKind
+from tests.app.support import HandWorker, hand_workers, make_job, on_loop, record_of, small_arena, until
+
+
+class Scene:
+    """Dispatch, leases and completions around one worker that is played by hand."""
+
+    def __init__(self, arena: InputArena, segments: Segments, hand: HandWorker) -> None:
+        self.arena = arena
+        self.hand = hand
+        self.inflight = Inflight()
+        self.leases = Leases(unattached_s=3600, session_cap_bytes=1 << 20, on_unleased=segments.reclaim)
+        self.dispatch = Dispatch(self.inflight, self)
+        self.progress = 0
+        origin = HandleOrigin("00" * 16, "/attach.sock")
+        self.completions = Completions(self.inflight, self.leases, segments, origin, self._on_progress)
+
+    def workers(self) -> list[Worker]:
+        return [self.hand.worker]
+
+    def expects_a_worker(self) -> bool:
+        return False
+
+    def _on_progress(self) -> None:
+        self.progress += 1
+
+    def submit(self, key: str = "key", wait: Wait = "ready") -> tuple[Flight, Waiter, int]:
+        """The flight, its one waiter, and the ticket that the worker has taken."""
+        flight = self.inflight.open(make_job(self.arena, key, b"item", wait=wait))
+        waiter = flight.join()
+        self.dispatch.submit(flight)
+        [encode] = self.hand.taken()
+        return flight, waiter, encode.ticket
+
+    def drain(self) -> None:
+        self.completions.drain(self.hand.worker)
+
+    @property
+    def is_condemned(self) -> bool:
+        return not self.hand.worker.is_trusted
+
+
+@asynccontextmanager
+async def scene() -> AsyncIterator[Scene]:
+    async with hand_workers() as (segments, [hand]):
+        with small_arena() as arena:
+            here = Scene(arena, segments, hand)
+            yield here
+            here.leases.close()
+
+
+@on_loop
+async def test_ready_gives_the_waiter_a_handle_and_the_workers_timings() -> None:
+    async with scene() as here:
+        _, waiter, ticket = here.submit()
+        filling = here.hand.fill(rows=3, dim=5)
+        here.hand.report(record_of(CompletionKind.SHAPE_KNOWN, ticket, filling))
+        filling.ready()
+        ready = record_of(CompletionKind.READY, ticket, filling)
+        here.hand.report(ready._replace(queue_us=1, preprocess_us=2, forward_us=3, copy_us=4, batch_items=5))
+        here.drain()
+        encoded = await waiter
+        assert (encoded.state, encoded.rows, encoded.dim, encoded.attempt) == ("ready", 3, 5, 1)
+        assert (encoded.handle.offset, encoded.handle.nbytes) == (filling.offset, 60)
+        assert (encoded.timings.forward_us, encoded.timings.batch_items) == (3, 5)
+        assert here.inflight.statistics().flights == 0
+        assert here.progress == 1
+
+
+@on_loop
+async def test_ready_without_a_shape_before_it_is_enough() -> None:
+    async with scene() as here:
+        _, waiter, ticket = here.submit()
+        filling = here.hand.fill()
+        filling.ready()
+        here.hand.report(record_of(CompletionKind.READY, ticket, filling))
+        here.drain()
+        assert (await waiter).rows == filling.rows
+
+
+@on_loop
+async def test_who_waits_for_the_shape_has_it_before_the_rows() -> None:
+    async with scene() as here:
+        flight, waiter, ticket = here.submit(wait="shape")
+        here.hand.report(record_of(CompletionKind.SHAPE_KNOWN, ticket, here.hand.fill()))
+        here.drain()
+        assert (await waiter).state == "shape"
+        late = flight.join()
+        here.completions.answer_late_joiner(flight)
+        assert (await late).handle.nonce != (await waiter).handle.nonce
+
+
+@on_loop
+async def test_a_block_that_nobody_waits_for_any_more_is_reclaimed() -> None:
+    async with scene() as here:
+        flight, waiter, ticket = here.submit()
+        flight.leave(waiter)
+        filling = here.hand.fill()
+        filling.ready()
+        here.hand.report(record_of(CompletionKind.READY, ticket, filling))
+        here.drain()
+        assert here.hand.taken() == [Submission(SubmissionKind.RECLAIM, block=0, generation=1)]
+
+
+@on_loop
+async def test_a_failure_names_the_item_and_the_limit() -> None:
+    async with scene() as here:
+        _, waiter, ticket = here.submit()
+        failed = Completion(CompletionKind.FAILED, ticket, block=NO_BLOCK, error=ErrorCode.TOO_MANY_PIXELS)
+        here.hand.report(failed._replace(error_item=2, error_value=9, error_limit=8))
+        here.drain()
+        with pytest.raises(ItemUndecodable, match=r"mm_items\[2\] has 9 pixels; the limit is 8"):
+            await waiter
+        assert here.hand.taken() == []
+
+
+@on_loop
+async def test_a_failed_block_is_reclaimed_known_before_or_not() -> None:
+    async with scene() as here:
+        for shape_first in (True, False):
+            _, waiter, ticket = here.submit()
+            filling = here.hand.fill()
+            if shape_first:
+                here.hand.report(record_of(CompletionKind.SHAPE_KNOWN, ticket, filling))
+            filling.fail()
+            failed = record_of(CompletionKind.FAILED, ticket, filling)
+            here.hand.report(failed._replace(error=ErrorCode.SEGMENT_FULL))
+            here.drain()
+            with pytest.raises(MemoryFull):
+                await waiter
+            [reclaim] = here.hand.taken()
+            assert here.hand.writer.reclaim(reclaim.block, reclaim.generation)
+
+
+def unknown_ticket(ready: Completion) -> Completion:
+    return ready._replace(ticket=ready.ticket + 1)
+
+
+def block_outside_the_table(ready: Completion) -> Completion:
+    return ready._replace(block=1 << 20)
+
+
+def offset_outside_the_segment(ready: Completion) -> Completion:
+    return ready._replace(offset=1 << 40)
+
+
+def another_generation(ready: Completion) -> Completion:
+    return ready._replace(generation=ready.generation + 1)
+
+
+def another_shape(ready: Completion) -> Completion:
+    return ready._replace(rows=ready.rows + 1)
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        unknown_ticket,
+        block_outside_the_table,
+        offset_outside_the_segment,
+        another_generation,
+        another_shape,
+    ],
+)
+@on_loop
+async def test_a_forged_record_condemns_its_worker(forge: Callable[[Completion], Completion]) -> None:
+    async with scene() as here:
+        _, waiter, ticket = here.submit()
+        filling = here.hand.fill()
+        filling.ready()
+        here.hand.report(forge(record_of(CompletionKind.READY, ticket, filling)))
+        here.drain()
+        assert here.is_condemned
+        assert await here.hand.worker.ended == -signal.SIGKILL
+        assert not waiter.done()
+        assert here.inflight.statistics().flights == 1
+
+
+@on_loop
+async def test_ready_before_the_header_says_so_condemns_the_worker() -> None:
+    async with scene() as here:
+        _, _, ticket = here.submit()
+        here.hand.report(record_of(CompletionKind.READY, ticket, here.hand.fill()))
+        here.drain()
+        assert here.is_condemned
+
+
+@on_loop
+async def test_a_ticket_ends_once() -> None:
+    async with scene() as here:
+        _, waiter, ticket = here.submit()
+        filling = here.hand.fill()
+        filling.ready()
+        here.hand.report(record_of(CompletionKind.READY, ticket, filling))
+        here.hand.report(record_of(CompletionKind.READY, ticket, filling))
+        here.drain()
+        assert (await waiter).state == "ready"
+        assert here.is_condemned
+
+
+@on_loop
+async def test_nothing_is_read_from_a_worker_after_something_impossible() -> None:
+    async with scene() as here:
+        _, waiter, ticket = here.submit()
+        filling = here.hand.fill()
+        filling.ready()
+        here.hand.report(Completion(CompletionKind.READY, 999))
+        here.hand.report(record_of(CompletionKind.READY, ticket, filling))
+        here.drain()
+        await here.hand.worker.ended
+        here.completions.drain_rest(here.hand.worker)
+        assert not waiter.done()
+
+
+@on_loop
+async def test_a_drain_is_bounded_and_goes_on_at_the_loops_next_turn() -> None:
+    async with scene() as here:
+        waiters = []
+        for number in range(DRAIN_MAX + 1):
+            _, waiter, ticket = here.submit(f"key {number}")
+            waiters.append(waiter)
+            failed = Completion(CompletionKind.FAILED, ticket, block=NO_BLOCK, error=ErrorCode.SEGMENT_FULL)
+            here.hand.report(failed)
+        here.drain()
+        assert [waiter.done() for waiter in waiters] == [True] * DRAIN_MAX + [False]
+        await until(waiters[-1].done)
+        results = await asyncio.gather(*waiters, return_exceptions=True)
+        assert {type(result) for result in results} == {MemoryFull}
+
+
+@on_loop
+async def test_what_a_worker_published_before_it_died_counts() -> None:
+    async with scene() as here:
+        _, waiter, ticket = here.submit()
+        filling = here.hand.fill()
+        filling.ready()
+        here.hand.report(record_of(CompletionKind.READY, ticket, filling))
+        await here.hand.die()
+        here.drain()
+        assert not waiter.done()
+        here.completions.drain_rest(here.hand.worker)
+        assert (await waiter).state == "ready"

@@ -1,0 +1,211 @@
+"""app.dispatch: which worker encodes what, and what becomes of an encode that loses its worker."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from app.dispatch import Dispatch
+from app.errors import NoWorkerReady, WorkerLost
+from app.inflight import Flight, Inflight
+from app.worker import CREDIT, LINK_SLOT_COUNT, Worker
+from shm.arena import InputArena
+from shm.layout import Submission, SubmissionKind
+from tests.app.support import HandWorker, hand_workers, make_job, on_loop, small_arena
+
+
+class Scene:
+    """Dispatch over workers that are played by hand. It is its own workforce."""
+
+    def __init__(self, arena: InputArena, hands: list[HandWorker]) -> None:
+        self.arena = arena
+        self.hands = hands
+        self.expected = False
+        self.inflight = Inflight()
+        self.dispatch = Dispatch(self.inflight, self)
+
+    def workers(self) -> list[Worker]:
+        return [hand.worker for hand in self.hands if not hand.worker.ended.done()]
+
+    def expects_a_worker(self) -> bool:
+        return self.expected
+
+    def submit(self, key: str, *items: bytes) -> Flight:
+        flight = self.inflight.open(make_job(self.arena, key, *(items or (b"item",))))
+        flight.join()
+        self.dispatch.submit(flight)
+        return flight
+
+    def end_all(self) -> None:
+        for hand in self.hands:
+            for attempt in list(hand.worker.attempts.values()):
+                hand.worker.settle(attempt)
+                self.inflight.end(attempt.flight)
+
+    async def lose(self, hand: HandWorker) -> None:
+        await hand.die()
+        self.dispatch.worker_lost(hand.worker)
+
+
+@asynccontextmanager
+async def scene(workers: int) -> AsyncIterator[Scene]:
+    async with hand_workers(workers) as (_, hands):
+        with small_arena() as arena:
+            here = Scene(arena, list(hands))
+            yield here
+            here.end_all()
+            assert arena.statistics().used_runs == 0
+
+
+def places(flights: list[Flight]) -> list[int]:
+    return [flight.attempt.worker.place for flight in flights if flight.attempt is not None]
+
+
+@on_loop
+async def test_equals_take_turns() -> None:
+    async with scene(workers=3) as here:
+        flights = [here.submit(f"key {number}") for number in range(6)]
+        assert places(flights) == [0, 1, 2, 0, 1, 2]
+
+
+@on_loop
+async def test_the_worker_with_the_fewest_items_outstanding_is_chosen() -> None:
+    async with scene(workers=2) as here:
+        flights = [here.submit("heavy", b"1", b"2", b"3")]
+        flights += [here.submit(f"light {number}") for number in range(3)]
+        assert places(flights) == [0, 1, 1, 1]
+
+
+@on_loop
+async def test_the_descriptor_says_where_the_input_is() -> None:
+    async with scene(workers=1) as here:
+        job = here.submit("key", b"one", b"two").job
+        [encode] = here.hands[0].taken()
+        assert encode == Submission(
+            SubmissionKind.ENCODE,
+            ticket=1,
+            deadline_ns=job.deadline_ns,
+            arena_offset=job.block.offset,
+            arena_nbytes=job.block.nbytes,
+            metadata_bytes=job.metadata_bytes,
+            item_count=2,
+        )
+
+
+@on_loop
+async def test_without_any_hope_of_a_worker_the_request_fails_at_once() -> None:
+    async with scene(workers=0) as here:
+        flight = here.inflight.open(make_job(here.arena, "key", b"item"))
+        waiter = flight.join()
+        here.dispatch.submit(flight)
+        with pytest.raises(NoWorkerReady):
+            await waiter
+
+
+@on_loop
+async def test_a_request_waits_for_a_worker_that_is_expected() -> None:
+    async with scene(workers=1) as here:
+        late = here.hands.pop()
+        here.expected = True
+        flight = here.submit("key")
+        assert flight.attempt is None
+        assert here.dispatch.statistics().waiting == 1
+        here.hands.append(late)
+        here.dispatch.pump()
+        assert places([flight]) == [0]
+
+
+@on_loop
+async def test_credit_bounds_what_a_worker_has_and_the_rest_waits_in_order() -> None:
+    async with scene(workers=1) as here:
+        worker = here.hands[0].worker
+        first = here.submit("first")
+        for number in range(CREDIT - 1):
+            here.submit(f"key {number}")
+        waiting = [here.submit("a"), here.submit("b")]
+        assert len(worker.attempts) == CREDIT
+        assert first.attempt is not None
+        worker.settle(first.attempt)
+        here.inflight.end(first)
+        here.dispatch.pump()
+        assert waiting[0].attempt is not None
+        assert waiting[1].attempt is None
+        here.dispatch.abandon(waiting[1])
+
+
+@on_loop
+async def test_a_full_ring_is_backpressure_and_no_order_is_lost() -> None:
+    async with scene(workers=1) as here:
+        hand = here.hands[0]
+        for number in range(LINK_SLOT_COUNT + 10):
+            here.hands[0].worker.outbox.send(Submission(SubmissionKind.RECLAIM, block=number))
+        flight = here.submit("key")
+        assert flight.attempt is None
+        taken = hand.taken()
+        here.dispatch.pump()
+        hand.worker.outbox.flush()
+        here.dispatch.pump()
+        taken += hand.taken()
+        assert flight.attempt is not None
+        assert [order.block for order in taken[:-1]] == list(range(LINK_SLOT_COUNT + 10))
+        assert taken[-1].kind is SubmissionKind.ENCODE
+
+
+@on_loop
+async def test_a_lost_workers_tickets_go_to_another_in_their_order() -> None:
+    async with scene(workers=2) as here:
+        flights = [here.submit(f"key {number}") for number in range(4)]
+        here.hands[1].taken()
+        await here.lose(here.hands[0])
+        assert places(flights) == [1, 1, 1, 1]
+        moved = [flights[0], flights[2]]
+        tickets = [flight.attempt.ticket for flight in moved if flight.attempt is not None]
+        assert [order.ticket for order in here.hands[1].taken()] == tickets == [5, 6]
+        assert here.dispatch.statistics().retried == 2
+
+
+@on_loop
+async def test_the_second_loss_ends_the_request() -> None:
+    async with scene(workers=2) as here:
+        flight = here.submit("key")
+        waiter = flight.join()
+        await here.lose(here.hands[0])
+        await here.lose(here.hands[1])
+        with pytest.raises(WorkerLost):
+            await waiter
+        assert here.inflight.statistics().flights == 0
+
+
+@on_loop
+async def test_an_encode_whose_shape_was_given_out_is_not_moved() -> None:
+    async with scene(workers=2) as here:
+        flight = here.submit("key")
+        flight.shape_given = True
+        await here.lose(here.hands[0])
+        assert here.hands[1].taken() == []
+        assert here.inflight.statistics().flights == 0
+
+
+@on_loop
+async def test_an_abandoned_encode_is_cancelled_at_its_worker_and_not_retried() -> None:
+    async with scene(workers=2) as here:
+        flight = here.inflight.open(make_job(here.arena, "key", b"item"))
+        here.dispatch.submit(flight)
+        here.dispatch.abandon(flight)
+        assert [order.kind for order in here.hands[0].taken()] == [
+            SubmissionKind.ENCODE,
+            SubmissionKind.CANCEL,
+        ]
+        await here.lose(here.hands[0])
+        assert here.hands[1].taken() == []
+        assert here.inflight.statistics().flights == 0
+
+
+@on_loop
+async def test_an_abandoned_encode_that_still_waits_is_dropped() -> None:
+    async with scene(workers=0) as here:
+        here.expected = True
+        flight = here.submit("key")
+        here.dispatch.abandon(flight)
+        assert here.dispatch.statistics().waiting == 0
+        assert here.inflight.statistics().flights == 0
