@@ -35,13 +35,14 @@ def may_connect(address: Address, *, allow_private: bool) -> bool:
         return False
     if allow_private:
         return True
-    if embedded is not None and address.version == 6 and _is_mapped(address):
+    if embedded is not None and _only_carries(address):
         return True
     return address.is_global and not address.is_reserved
 
 
-def _is_mapped(address: Address) -> bool:
-    return isinstance(address, IPv6Address) and address.ipv4_mapped is not None
+def _only_carries(address: Address) -> bool:
+    """Forms that are reserved as such, and reach what the IPv4 address in them reaches."""
+    return isinstance(address, IPv6Address) and (address.ipv4_mapped is not None or address in _NAT64)
 
 
 def _embedded_ipv4(address: Address) -> IPv4Address | None:

@@ -161,6 +161,13 @@ def _add_limit_options(parser: argparse.ArgumentParser, defaults: ServeConfig) -
     group.add_argument("--max-pixels", type=int, default=defaults.max_pixels, metavar="N")
     group.add_argument("--request-timeout", type=float, default=defaults.request_timeout_s, metavar="S")
     group.add_argument("--stall-timeout", type=float, default=defaults.stall_timeout_s, metavar="S")
+    group.add_argument(
+        "--lease-timeout",
+        type=float,
+        default=defaults.lease_timeout_s,
+        metavar="S",
+        help="how long a handle waits for a session to attach it",
+    )
     group.add_argument("--shutdown-timeout", type=float, default=defaults.shutdown_timeout_s, metavar="S")
     group.add_argument("--shutdown-delay", type=float, default=defaults.shutdown_delay_s, metavar="S")
 
@@ -211,6 +218,7 @@ def _serve_config(parsed: argparse.Namespace, checkpoint: str) -> ServeConfig:
         allowed_local_media_path=parsed.allowed_local_media_path,
         stall_timeout_s=parsed.stall_timeout,
         request_timeout_s=parsed.request_timeout,
+        lease_timeout_s=parsed.lease_timeout,
         shutdown_timeout_s=parsed.shutdown_timeout,
         shutdown_delay_s=parsed.shutdown_delay,
         log_level=parsed.log_level,

@@ -1,5 +1,6 @@
 """What the daemon is told, typed, once. Built by `app.cli`, read by everyone in app, changed by no one."""
 
+import ipaddress
 import itertools
 import os
 import stat
@@ -112,7 +113,10 @@ def _check_sizes(config: ServeConfig) -> None:
 
 def is_loopback(host: str) -> bool:
     """Whether host can be reached from this machine only. Names are not resolved: only localhost is known."""
-    return host in ("localhost", "::1", "") or host.startswith("127.")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def default_attach_socket() -> str:

@@ -54,6 +54,7 @@ class Connection(TCPServer):  # type: ignore[misc]
         super().__init__(application, asyncio.get_running_loop(), config, context, {}, reader, writer)
         self._header_timeout_s = header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
+        self._client_is_gone = False
 
     async def run(self) -> None:
         """Serve until either side closes."""
@@ -88,8 +89,11 @@ class Connection(TCPServer):  # type: ignore[misc]
 
     async def protocol_send(self, event: Event) -> None:
         """What the protocol wants done; "not idle" means that a request's headers are whole."""
-        if isinstance(event, Updated) and not event.idle:
-            self._stop_header_timer()
+        if isinstance(event, Updated):
+            if not event.idle:
+                self._stop_header_timer()
+            elif self._client_is_gone:
+                return  # nobody will send a next request: the idle task would only keep the socket open
         await super().protocol_send(event)
 
     async def _read_data(self) -> None:
@@ -97,7 +101,9 @@ class Connection(TCPServer):  # type: ignore[misc]
             await self.protocol.handle(RawData(data))
             if self.protocol.headers_incomplete:
                 self._start_header_timer()
+        self._client_is_gone = True
         await self.protocol.handle(Closed())
+        await self.idle_task.stop()  # the task group waits for it
 
     async def _read(self) -> bytes:
         try:

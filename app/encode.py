@@ -35,9 +35,10 @@ async def encode(services: Services, request: Request, note: RequestNote) -> Enc
         note.req_id = wanted.req_id
         note.fields |= {"modality": wanted.modality, "items": len(wanted.items), "bytes_in": len(body)}
         del body
+        _check_served(wanted.modality, services)
         async with services.ingest.pack(wanted.modality, wanted.items, services.engine.arena) as packed:
             job = EncodeJob(
-                req_key=wanted.req_id,
+                req_key=f"{wanted.part_idx}/{wanted.req_id}",
                 modality=wanted.modality,
                 block=packed.block.hand_over(),
                 metadata_bytes=packed.metadata_bytes,
@@ -47,12 +48,7 @@ async def encode(services: Services, request: Request, note: RequestNote) -> Enc
                 digest=packed.digest,
             )
             handed_over_ns = time.monotonic_ns()
-            try:
-                encoded = await services.engine.encode(job)
-            except ModalityNotServed:
-                raise ModalityNotServed(
-                    f"modality {wanted.modality} is not served by this checkpoint"
-                ) from None
+            encoded = await services.engine.encode(job)
     answer = _answer(wanted, encoded, note.started_ns, handed_over_ns)
     note.fields |= {"rows": answer.rows, "worker": encoded.worker, "queue_ms": answer.timings.queue}
     return answer
@@ -75,6 +71,15 @@ async def probe(services: Services, picture: str, timeout_s: float) -> None:
         )
         encoded = await services.engine.encode(job)
     services.engine.release(encoded.handle.nonce)
+
+
+def _check_served(modality: str, services: Services) -> None:
+    """ModalityNotServed unless some ready worker has a tower for it."""
+    served = {name for worker in services.engine.workers() if worker.info for name in worker.info.modalities}
+    if served and modality not in served:
+        raise ModalityNotServed(
+            f"modality {modality} is not served by this checkpoint, which has: {', '.join(sorted(served))}"
+        )
 
 
 def timeout_ns(headers: Headers, config: ServeConfig) -> int:

@@ -148,7 +148,7 @@ CAUSES: Final[dict[type[RequestError], Cause]] = {
     ItemTooLarge: Cause(413, "item_too_large", "An item is too large"),
     ItemRefused: Cause(403, "item_refused", "An item is refused by policy"),
     ItemUnavailable: Cause(422, "item_unavailable", "An item could not be read"),
-    ItemHostFailed: Cause(424, "item_host_failed", "The media host failed", True),
+    ItemHostFailed: Cause(422, "item_host_failed", "The media host failed", True),
     ItemHostTimeout: Cause(504, "item_host_timeout", "The media host did not answer in time", True),
     ItemUndecodable: Cause(422, "item_undecodable", "An item cannot be encoded"),
     QueueFull: Cause(429, "queue_full", "Too many requests are under way", True),

@@ -3,6 +3,7 @@
 Called by `app.schema`; `app.ingest` turns the result into bytes.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote
@@ -14,8 +15,10 @@ MAX_URL_CHARACTERS: Final = 8192
 MAX_PATH_CHARACTERS: Final = 4096
 MAX_MEDIA_TYPE_CHARACTERS: Final = 512
 URL_KEYS: Final = ("url", "image_url", "video_url", "audio_url")
-# JPEG's first bytes in base64 look like an absolute path.
+# A slash begins an absolute path, but also the base64 of a JPEG and of one other content in 64.
 JPEG_BASE64_PREFIX: Final = "/9j/"
+SHORTEST_SLASHED_BASE64: Final = 128
+_BASE64: Final = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +105,19 @@ def _parse_text(text: str, name: str, index: int) -> Item:
         return RemoteItem(text)
     if start.startswith("file:"):
         return _parse_file_url(text, name, index)
-    if text[0] == "/" and not text.startswith(JPEG_BASE64_PREFIX) and len(text) <= MAX_PATH_CHARACTERS:
+    if text[0] == "/" and _is_path(text):
         return LocalItem(text)
     if "://" in text[:32]:
         raise ItemRefused(f"{name} has a scheme that is not allowed: http, https, data", item_index=index)
     return InlineItem(text, 0, is_base64=True)
+
+
+def _is_path(text: str) -> bool:
+    """Of a text that begins with a slash. Whatever this says, only `app.files` decides what may be opened."""
+    if text.startswith(JPEG_BASE64_PREFIX) or len(text) > MAX_PATH_CHARACTERS:
+        return False
+    could_be_base64 = len(text) >= SHORTEST_SLASHED_BASE64 and len(text) % 4 == 0
+    return not (could_be_base64 and _BASE64.fullmatch(text))
 
 
 def _parse_data_url(text: str, name: str, index: int) -> InlineItem:
@@ -115,7 +126,7 @@ def _parse_data_url(text: str, name: str, index: int) -> InlineItem:
     if comma < 0:
         raise InvalidItem(f"{name} is a data URL without a comma", item_index=index)
     if comma + 1 == len(text):
-        raise InvalidItem(f"{name} is a data URL without a payload", item_index=index)
+        raise InvalidItem(f"{name} is empty: a data URL without a payload", item_index=index)
     last_parameter = text[5:comma].rpartition(";")[2].strip().lower()
     return InlineItem(text, comma + 1, is_base64=last_parameter == "base64")
 

@@ -5,7 +5,8 @@ import logging
 import os
 import socket
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Final, Self
 
@@ -23,6 +24,7 @@ MAX_CONNECTIONS: Final = 4096
 KEEP_ALIVE_S: Final = 75.0
 MAX_HEADER_BYTES: Final = 64 * 1024
 CLOSE_TIMEOUT_S: Final = 2.0
+UNIX_MODE: Final = 0o660
 
 
 def bind_tcp(host: str, port: int) -> socket.socket:
@@ -41,18 +43,26 @@ def bind_tcp(host: str, port: int) -> socket.socket:
     return listener
 
 
-def bind_unix(path: str) -> socket.socket:
-    """A listening Unix socket, mode 0660, in place of a stale one. ConfigError when the path is in use."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        _remove_stale(path)
-        listener.bind(path)
-        os.chmod(path, 0o660)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"--uds {path} cannot be bound: {error.strerror}") from None
-    return listener
+@contextmanager
+def unix_listener(path: str) -> Iterator[socket.socket]:
+    """A listening Unix socket, mode 0660, in place of a stale one; its file is removed at the end.
+    ConfigError when the path is in use."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            _remove_stale(path)
+            # The mode of the unbound socket becomes the file's: it is never more open than this.
+            os.fchmod(listener.fileno(), UNIX_MODE)
+            listener.bind(path)
+            made = os.lstat(path)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"--uds {path} cannot be bound: {error.strerror}") from None
+        try:
+            yield listener
+        finally:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.lstat(path), made):
+                    os.unlink(path)
 
 
 def _remove_stale(path: str) -> None:

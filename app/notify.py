@@ -70,7 +70,9 @@ class Systemd:
     attach_socket: socket.socket | None
 
 
-def take_environment(environment: MutableMapping[str, str], own_pid: int) -> Systemd:
+def take_environment(
+    environment: MutableMapping[str, str], own_pid: int, first_fd: int = FIRST_INHERITED_FD
+) -> Systemd:
     """NOTIFY_SOCKET, WATCHDOG_USEC and LISTEN_FDS, taken out so that children do not see them.
 
     Stream sockets serve HTTP, one sequential-packet socket is the attach socket. ConfigError for anything
@@ -85,7 +87,7 @@ def take_environment(environment: MutableMapping[str, str], own_pid: int) -> Sys
     streams: list[socket.socket] = []
     attach: socket.socket | None = None
     if listen_pid == str(own_pid):
-        for descriptor in range(FIRST_INHERITED_FD, FIRST_INHERITED_FD + int(count)):
+        for descriptor in range(first_fd, first_fd + int(count)):
             inherited = _inherited_socket(descriptor)
             if inherited.type == socket.SOCK_STREAM:
                 streams.append(inherited)

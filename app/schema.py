@@ -47,10 +47,14 @@ def parse_encode(body: bytes | bytearray, max_items: int) -> EncodeRequest:
     fields = _decode(body, _EncodeBody)
     _check_req_id(fields.req_id)
     num_parts, part_idx = _parts(fields)
+    modality = _modality(fields)
+    items = parse_items(fields.mm_items, max_items)
+    if fields.hashes is not None and len(fields.hashes) != len(items):
+        raise InvalidRequest(f"hashes has {len(fields.hashes)} entries for {len(items)} items in mm_items")
     return EncodeRequest(
         fields.req_id,
-        parse_items(fields.mm_items, max_items),
-        _modality(fields),
+        items,
+        modality,
         num_parts,
         part_idx,
         fields.wait,

@@ -9,6 +9,8 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 import msgspec
@@ -21,7 +23,7 @@ from app.engine import Engine
 from app.errors import ConfigError
 from app.fetch import MediaFetcher
 from app.ingest import Ingest
-from app.listener import Listener, bind_tcp, bind_unix
+from app.listener import Listener, bind_tcp, unix_listener
 from app.notify import Notifier, Systemd
 from app.services import Services
 
@@ -40,31 +42,38 @@ def run(config: ServeConfig, systemd: Systemd) -> None:
             f"WatchdogSec ({systemd.watchdog_s:g} s) must be longer than twice the heartbeat "
             f"({config.heartbeat_s:g} s)"
         )
-    sockets, config = open_sockets(config, systemd)
     with (
+        open_sockets(config, systemd) as (sockets, bound_config),
         Notifier(systemd.notify_socket) as notifier,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        runner.run(_serve(config, sockets, notifier, systemd.watchdog_s))
+        runner.run(_serve(bound_config, sockets, notifier, systemd.watchdog_s))
 
 
-def open_sockets(config: ServeConfig, systemd: Systemd) -> tuple[list[socket.socket], ServeConfig]:
+@contextmanager
+def open_sockets(config: ServeConfig, systemd: Systemd) -> Iterator[tuple[list[socket.socket], ServeConfig]]:
     """Inherited sockets if there are any, else --host/--port and --uds; and the config as it was bound."""
-    sockets = list(systemd.http_sockets)
-    if not sockets:
-        sockets.append(bind_tcp(config.host, config.port))
-        if config.uds:
-            sockets.append(bind_unix(config.uds))
-    if systemd.attach_socket is not None:
-        path = systemd.attach_socket.getsockname()
-        config = msgspec.structs.replace(config, attach_socket=path, attach_fd=systemd.attach_socket.detach())
-    for bound in sockets:
-        name = bound.getsockname()
-        if bound.family == socket.AF_UNIX:
-            config = msgspec.structs.replace(config, uds=name)
-        else:
-            config = msgspec.structs.replace(config, host=name[0], port=name[1])
-    return sockets, config
+    with ExitStack() as closing:
+        sockets = list(systemd.http_sockets)
+        if not sockets:
+            sockets.append(bind_tcp(config.host, config.port))
+            if config.uds:
+                sockets.append(closing.enter_context(unix_listener(config.uds)))
+        for bound in sockets:
+            closing.callback(bound.close)
+            config = _with_address(config, bound)
+        if systemd.attach_socket is not None:
+            path = systemd.attach_socket.getsockname()
+            descriptor = systemd.attach_socket.detach()
+            config = msgspec.structs.replace(config, attach_socket=path, attach_fd=descriptor)
+        yield sockets, config
+
+
+def _with_address(config: ServeConfig, bound: socket.socket) -> ServeConfig:
+    name = bound.getsockname()
+    if bound.family == socket.AF_UNIX:
+        return msgspec.structs.replace(config, uds=name)
+    return msgspec.structs.replace(config, host=name[0], port=name[1])
 
 
 async def _serve(

@@ -1,0 +1,97 @@
+"""app.connection: HTTP/1.1 and nothing else, and headers that must arrive."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from tests.app.serving import config, exchange, run, served, status_of
+
+
+async def version(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(request.scope["http_version"])
+
+
+APPLICATION = Starlette(routes=[Route("/", version)])
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS_FRAME = b"\0\0\0\4\0\0\0\0\0"
+
+
+@pytest.mark.parametrize("request_bytes", [PREFACE, PREFACE + SETTINGS_FRAME])
+def test_the_http2_preface_gets_505_and_the_end_of_the_connection(request_bytes: bytes) -> None:
+    async def main() -> bytes:
+        async with served(APPLICATION) as port:
+            return await exchange(port, request_bytes)
+
+    answer = run(main())
+    assert answer.startswith(b"HTTP/1.1 505")
+    assert SETTINGS_FRAME not in answer
+
+
+def test_an_upgrade_to_h2c_is_ignored() -> None:
+    request = (
+        b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\n"
+        b"HTTP2-Settings: AAMAAABkAAQAAP__\r\n\r\n"
+    )
+
+    async def main() -> bytes:
+        async with served(APPLICATION) as port:
+            return await exchange(port, request)
+
+    answer = run(main())
+    assert status_of(answer) == 200
+    assert answer.endswith(b"1.1")
+
+
+@pytest.mark.parametrize("request_line", [b"GET / HTTP/3.0", b"GET / HTTP/1.9", b"nonsense"])
+def test_other_versions_and_nonsense_are_refused(request_line: bytes) -> None:
+    async def main() -> bytes:
+        async with served(APPLICATION) as port:
+            return await exchange(port, request_line + b"\r\nHost: x\r\n\r\n")
+
+    assert status_of(run(main())) in (400, 505)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
+def test_headers_that_do_not_come_end_the_connection(sent: bytes) -> None:
+    async def main() -> bytes:
+        async with served(APPLICATION, config(header_timeout_s=0.05)) as port:
+            return await exchange(port, sent)
+
+    assert run(main()) == b""
+
+
+def test_the_header_limit_runs_again_for_the_next_request_and_not_while_idle() -> None:
+    """The second request comes when the limit has passed since the first; only its own headers count."""
+
+    async def main() -> None:
+        async with served(APPLICATION, config(header_timeout_s=0.05)) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for _ in range(2):
+                writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                await reader.readuntil(b"1.1")
+                await reader.readuntil(b"1.1")
+                # Another connection's header limit passes meanwhile: this one must not have ended with it.
+                assert await exchange(port, b"GET") == b""
+            writer.write(b"GET / HTTP/1.1\r\n")
+            assert await reader.read() == b""
+            writer.close()
+            await writer.wait_closed()
+
+    run(main())
+
+
+def test_a_client_that_resets_leaves_the_server_well() -> None:
+    async def main() -> bytes:
+        async with served(APPLICATION) as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.transport.abort()
+            return await exchange(port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+
+    assert status_of(run(main())) == 200
