@@ -85,7 +85,7 @@ class Intake:
                     self._handle(Submission.unpack(descriptor))
                 if time.monotonic_ns() >= self._next_tick_ns:
                     self._tick()
-            if descriptor is None and self._finish.is_set() and not self._waiting:
+            if self._finish.is_set() and not self._waiting and self._link.submissions.pending() == 0:
                 self._backlog.finish()
                 self._backlog_finished = True
 
@@ -141,7 +141,7 @@ class Intake:
             return self._family.inspect(job.modality, data)
         except ItemError:
             raise
-        except Exception:
+        except Exception:  # parsers of foreign bytes may raise anything; one picture is at stake
             logger.warning("ticket %d item %d: inspect failed", job.ticket, len(job.items), exc_info=True)
             raise ItemError(ErrorCode.INTERNAL) from None
 

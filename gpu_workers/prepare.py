@@ -41,7 +41,7 @@ class PreparePool:
             prepared = self._family.preprocess(item.job.modality, item.data, item.plan)
         except ItemError as error:
             self._backlog.drop_unprepared(item, error)
-        except Exception:
+        except Exception:  # decoders and processors may raise anything; one picture is at stake
             logger.warning("ticket %d item %d: preprocess failed", item.job.ticket, item.index, exc_info=True)
             self._backlog.drop_unprepared(item, ItemError(ErrorCode.INTERNAL))
         else:

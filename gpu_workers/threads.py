@@ -27,7 +27,7 @@ def run_or_exit(body: Callable[[], None]) -> None:
     """Call body; whatever it raises is logged and ends the process with EXIT_SOFTWARE."""
     try:
         body()
-    except Exception:
+    except Exception:  # the edge of a thread: nobody above could do more than exit
         logger.critical("%s failed", threading.current_thread().name, exc_info=True)
         logging.shutdown()
         os._exit(EXIT_SOFTWARE)  # no unwinding: other threads hold locks, and the device may be broken

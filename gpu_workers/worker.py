@@ -12,6 +12,8 @@ import signal
 import time
 from typing import NamedTuple
 
+import msgspec
+
 from gpu_workers.backlog import Backlog, BatchLimits
 from gpu_workers.config import parse_config
 from gpu_workers.deliver import Deliverer
@@ -48,18 +50,30 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; control decides for us
     configure_logging(config)
     _keep_libraries_quiet_and_offline()
+    try:
+        return _run(config)
+    except Exception:  # the edge of the process; the traceback ends with the root cause
+        logger.critical("failed", exc_info=True)
+        return EXIT_SOFTWARE
+
+
+def _run(config: WorkerConfig) -> int:
     regions = _attach(config)
     link = WorkerLink(regions.link, config.completion_eventfd)
+    started_ns = time.monotonic_ns()
     with Heart(link) as heart:
         try:
             faults = Faults(config.faults)
             loaded = _load(config, link, regions.segment)
         except ConfigurationError as error:
             return _give_up(link, str(error), EXIT_CONFIGURATION)
-        except Exception as error:
+        except Exception as error:  # loading runs foreign code; whatever it raises ends the start
             logger.debug("load failed", exc_info=True)
             return _give_up(link, f"{type(error).__name__}: {error}", EXIT_SOFTWARE)
-        _serve(config, regions, link, loaded, heart, faults)
+        load_ms = (time.monotonic_ns() - started_ns) // 1_000_000
+        device_loop = _start_threads(config, regions, link, loaded, heart, faults)
+        _announce(link, loaded, load_ms)
+        run_or_exit(device_loop.run)
     logger.info("finished")
     return 0
 
@@ -93,29 +107,10 @@ def _attach(config: WorkerConfig) -> _Regions:
 
 
 def _load(config: WorkerConfig, link: WorkerLink, segment: Region) -> Loaded:
-    """Load the tower, prove that it encodes, and tell control what it is. The state is READY afterwards."""
+    """Load the tower and prove that it encodes."""
     link.set_state(WorkerState.LOADING)
-    started_ns = time.monotonic_ns()
     loaded = load_family(config, segment)
     _warm_up(loaded.family)
-    info = loaded.family.info()
-    load_ms = (time.monotonic_ns() - started_ns) // 1_000_000
-    link.publish_info(
-        WorkerInfo(
-            model_type=info.model_type,
-            modalities=list(info.modalities),
-            dim=info.dim,
-            dtype=info.dtype.label,
-            device=loaded.device.name,
-            tower_bytes=info.tower_bytes,
-            load_ms=load_ms,
-        )
-    )
-    link.set_state(WorkerState.READY)
-    logger.info(
-        "ready model_type=%s dim=%d dtype=%s device=%s tower_bytes=%d load_ms=%d",
-        info.model_type, info.dim, info.dtype.label, loaded.device.name, info.tower_bytes, load_ms,
-    )  # fmt: skip
     return loaded
 
 
@@ -140,10 +135,10 @@ def _give_up(link: WorkerLink, reason: str, status: int) -> int:
     return status
 
 
-def _serve(
+def _start_threads(
     config: WorkerConfig, regions: _Regions, link: WorkerLink, loaded: Loaded, heart: Heart, faults: Faults
-) -> None:
-    """Answer control until it says DRAIN or SIGTERM and everything in hand has ended."""
+) -> DeviceLoop:
+    """All threads but the main one, whose loop is returned. From here on SIGTERM means: finish."""
     family, device = loaded
     publisher = Publisher(link, faults)
     backlog = Backlog(publisher, BatchLimits(config.max_batch_items, config.max_batch_patches))
@@ -162,4 +157,22 @@ def _serve(
     PreparePool(backlog, family, heart, faults).start(config.preprocess_threads)
     deliverer.start()
     intake.start()
-    run_or_exit(DeviceLoop(backlog, family, device, deliverer, heart, faults).run)
+    return DeviceLoop(backlog, family, device, deliverer, heart, faults)
+
+
+def _announce(link: WorkerLink, loaded: Loaded, load_ms: int) -> None:
+    """Tell control what this worker is. The state is READY afterwards."""
+    info = loaded.family.info()
+    described = WorkerInfo(
+        model_type=info.model_type,
+        modalities=list(info.modalities),
+        dim=info.dim,
+        dtype=info.dtype.label,
+        device=loaded.device.name,
+        tower_bytes=info.tower_bytes,
+        load_ms=load_ms,
+    )
+    link.publish_info(described)
+    link.set_state(WorkerState.READY)
+    fields = msgspec.structs.asdict(described)
+    logger.info("ready %s", " ".join(f"{name}={value}" for name, value in fields.items()))
