@@ -78,7 +78,14 @@ class DeviceLoop:
     def _judge(self, error: Exception, batch: list[Item]) -> Failure:
         failure = self._device.failure(error)
         tickets = sorted({item.job.ticket for item in batch})
-        logger.warning("forward failed (%s) of tickets %s", failure.name, tickets, exc_info=error)
+        is_culprit = len(batch) == 1 or failure is Failure.STICKY
+        logger.warning(
+            "forward of tickets %s failed: %s, %s",
+            tickets,
+            failure.name,
+            type(error).__name__,
+            exc_info=error if is_culprit else None,
+        )
         if failure is Failure.STICKY:
             raise DeviceLost(f"{self._device.name}: {type(error).__name__}") from error
         return failure
