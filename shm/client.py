@@ -135,7 +135,9 @@ class Session:
             raise StaleHandle("the handle is from another run of the daemon")
         self._releases.flush()
         with self._lock, ExitStack() as undo:
-            end_lease = partial(self._releases.end, self._ask(known).lease)
+            lease = self._ask(known).lease
+            self._releases.begin(lease)
+            end_lease = partial(self._releases.end, lease)
             undo.callback(end_lease)
             segment = self._segments.get((known.segment, known.epoch))
             if segment is None:
@@ -186,8 +188,7 @@ class Session:
 
     def statistics(self) -> SessionStatistics:
         """A look inside."""
-        leases = sum(1 for view in list(self._views) if not view.released)
-        return SessionStatistics(leases, len(self._segments), self._releases.waiting())
+        return SessionStatistics(self._releases.live(), len(self._segments), self._releases.waiting())
 
     def close(self) -> None:
         """Release every view and end the session. The second time nothing happens."""

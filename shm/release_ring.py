@@ -31,11 +31,17 @@ class ReleaseRing:
             client.memory, SESSION_SIDE_OFFSET, control.memory, SESSION_SIDE_OFFSET, SESSION_SLOT_COUNT, bell
         )
         self._lock = threading.Lock()
+        self._live: set[int] = set()
         self._ended: deque[int] = deque()
         self._closed = False
 
+    def begin(self, lease: int) -> None:
+        """Count a lease that the daemon gave."""
+        self._live.add(lease)
+
     def end(self, lease: int) -> None:
         """Say that this lease has ended: now, or with a later call here if the ring has no room."""
+        self._live.discard(lease)
         self._ended.append(lease)
         self.flush()
 
@@ -49,6 +55,10 @@ class ReleaseRing:
             finally:
                 self._lock.release()
 
+    def live(self) -> int:
+        """Leases that have not ended."""
+        return len(self._live)
+
     def waiting(self) -> int:
         """Ended leases that the ring had no room for yet."""
         return len(self._ended)
@@ -56,6 +66,8 @@ class ReleaseRing:
     def close(self) -> None:
         """Close the socket, which ends every lease, and give everything back."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             self._connection.close()
             self._ring.close()  # before the mappings that it looks at

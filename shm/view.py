@@ -55,13 +55,12 @@ class View:
         self.dim: Final = header.dim
         self.dtype: Final = Dtype(header.dtype)
         self.nbytes: Final = header.nbytes
-        self._reader = reader
         self._check_daemon = check_daemon
         self._metadata: BlockMetadata | None = None
         # Everything that is taken from the view holds this array alive, through the memoryview over it: when
         # the last of them is gone, it is gone, and so is the lease.
         anchor = np.frombuffer(reader.payload(header), dtype=np.uint8)
-        self._payload: memoryview | None = anchor.data
+        self._leased: tuple[SegmentReader, memoryview] | None = (reader, anchor.data)
         self._lease = weakref.finalize(anchor, end_lease)
         # At exit the kernel closes the socket, which ends all leases.
         self._lease.atexit = False
@@ -69,19 +68,19 @@ class View:
     @property
     def released(self) -> bool:
         """True once the lease has ended."""
-        return self._payload is None
+        return self._leased is None
 
     @property
     def metadata(self) -> BlockMetadata:
         """Which item has which rows. RegionCorrupt if it cannot be decoded."""
         if self._metadata is None:
-            run = self._reader.metadata(self._current_header())
+            run = self._reader().metadata(self._current_header())
             self.check()  # the copy above is only good if the block was still ours after it
             try:
                 self._metadata = msgspec.msgpack.decode(run, type=BlockMetadata)
             except msgspec.MsgspecError:
                 raise RegionCorrupt("the block's metadata cannot be decoded") from None
-        self._leased_payload()
+        self._reader()
         return self._metadata
 
     @property
@@ -138,9 +137,9 @@ class View:
 
     def release(self) -> None:
         """End the lease now; the second time nothing happens. Arrays taken from here are not valid then."""
-        payload, self._payload = self._payload, None
-        if payload is not None:
-            payload.release()
+        leased, self._leased = self._leased, None
+        if leased is not None:
+            leased[1].release()
             self._lease()
 
     def __enter__(self) -> Self:
@@ -155,21 +154,24 @@ class View:
         shape = f"{self.rows} x {self.dim} {self.dtype.label}"
         return f"<View {shape}{', released' if self.released else ''}>"
 
-    def _leased_payload(self) -> memoryview:
-        payload = self._payload
-        if payload is None:
+    def _still_leased(self) -> tuple[SegmentReader, memoryview]:
+        """The reader and the payload's bytes, for as long as the lease lasts."""
+        leased = self._leased
+        if leased is None:
             raise StaleHandle("this view was released")
-        return payload
+        return leased
+
+    def _reader(self) -> SegmentReader:
+        return self._still_leased()[0]
 
     def _current_header(self) -> BlockHeader:
         """The block's header, which is this handle's and has not failed."""
-        self._leased_payload()
-        return leased_header(self._reader, self.handle)
+        return leased_header(self._reader(), self.handle)
 
     def _ready_rows(self) -> tuple[memoryview, int]:
         """The payload, and how many of its rows may be shown: what lies behind them is not ours yet."""
         header = self._current_header()
-        return self._leased_payload(), _rows_ready(header)
+        return self._still_leased()[1], _rows_ready(header)
 
     def _sleep_until_change(self, seen: BlockHeader, deadline_ns: int | None) -> None:
         """One futex wait. In slices, because a daemon that dies closes the socket but wakes no futex."""
@@ -177,7 +179,7 @@ class View:
         if remaining_ns <= 0:
             raise WaitTimeout(f"{seen.rows_ready} of {seen.rows} rows were there in time")
         slice_ns = min(remaining_ns, _WAIT_SLICE_NS)
-        if not self._reader.wait_change(self.handle.block, seen.change_seq, slice_ns):
+        if not self._reader().wait_change(self.handle.block, seen.change_seq, slice_ns):
             self._check_daemon()
 
 

@@ -184,9 +184,11 @@ class Server:
             return
         try:
             question, _ = recv_datagram(connection.peer, msgspec.msgpack.Decoder(Attach), 0)
+            self._answer_attach(connection, question)
         except SessionClosed:
             self._hang_up(connection)
-            return
+
+    def _answer_attach(self, connection: Connection, question: Attach) -> None:
         promise = self._promises.get(question.nonce)
         if promise is None or question != _question(promise.handle):
             send_datagram(connection.peer, Refused("stale"), [])
@@ -204,6 +206,8 @@ class Server:
             send_datagram(connection.peer, Attached(lease, grant), [self._read_only_fd])
 
     def _releases(self, connection: Connection) -> None:
+        if connection not in self._connections:
+            return  # it hung up in this very round
         releases = connection.regions.releases
         while True:
             while (slot := releases.try_take()) is not None:
