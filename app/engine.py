@@ -93,6 +93,7 @@ class Engine:
             )
             self._sessions.start()
             undo.callback(self._sessions.close)
+            # Undone before the sessions end: what readers still have mapped must stay as it is.
             undo.callback(self._leases.close)
             self._start_workers(Launcher(config, self._boot_id, backing, arena_read_only_fd))
             undo.push_async_callback(self._supervisor.stop)

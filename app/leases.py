@@ -131,9 +131,15 @@ class Leases:
                 self._start_clock(lease)
 
     def close(self) -> None:
-        """End every lease without telling anyone: the segments go too."""
+        """Forget every lease without telling anyone: what a reader still has mapped stays as it is.
+
+        Called before the sessions end, or their leases would end one by one and be reclaimed.
+        """
         if self._timer is not None:
             self._timer.cancel()
+        for lease in self._by_key.values():
+            if lease.holder is not None:
+                lease.holder.leases.clear()
         self._by_key.clear()
         self._by_block.clear()
         self._expiring.clear()

@@ -34,10 +34,9 @@ async def running(directory: Path, **changes: object) -> AsyncIterator[tuple[Eng
     """An engine with a reader; at the end everything that was borrowed must have come back."""
     config = serve_config(directory, **changes)
     async with Engine(config) as engine:
-        await until(engine.ready)
-        session = await asyncio.to_thread(connect, config.attach_socket)
-        yield engine, session
-        session.close()
+        await until(lambda: {status.state for status in engine.workers()} == {"ready"})
+        with await asyncio.to_thread(connect, config.attach_socket) as session:
+            yield engine, session
         await all_is_back(engine)
 
 
@@ -46,7 +45,7 @@ async def all_is_back(engine: Engine) -> None:
     await until(lambda: engine.statistics().inflight.flights == 0)
     await until(lambda: engine.statistics().sessions.sessions == 0)
     await until(lambda: all(segment.blocks == 0 for segment in engine.statistics().segments))
-    await until(engine.ready)
+    await until(lambda: "ready" in {status.state for status in engine.workers()})
     statistics = engine.statistics()
     assert statistics.arena.free_bytes == statistics.arena.total_bytes
     assert (statistics.leases.attached, statistics.leases.unattached) == (0, 0)

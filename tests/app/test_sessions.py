@@ -236,3 +236,14 @@ async def test_an_inherited_socket_is_served_and_its_file_stays(tmp_path: Path) 
         async with Engine(config):
             (await open_session(str(path))).close()
     assert path.exists()
+
+
+@on_loop
+async def test_rows_that_a_reader_has_mapped_outlive_the_daemon(tmp_path: Path) -> None:
+    config = serve_config(tmp_path, shm_backing="posix")
+    async with Engine(config) as engine:
+        encoded = await engine.encode(make_job(engine.arena, "key", b"a picture"))
+        session = await open_session(config.attach_socket)
+        rows = (await asyncio.to_thread(session.attach, encoded.handle)).numpy()
+    assert (rows == stub_rows(b"a picture")).all()
+    session.close()
