@@ -72,7 +72,7 @@ class Launcher:
 
         Returns it with a pidfd, which the caller closes.
         """
-        config = self._worker_config(regions)
+        config = self.worker_config(regions)
         argv = [sys.executable, "-m", "gpu_workers", msgspec.json.encode(config).decode()]
         inherited = (config.link_fd, config.arena_fd, config.segment_fd, config.completion_eventfd)
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=inherited, start_new_session=True)
@@ -83,7 +83,8 @@ class Launcher:
             process.wait()
             raise
 
-    def _worker_config(self, regions: LaunchRegions) -> WorkerConfig:
+    def worker_config(self, regions: LaunchRegions) -> WorkerConfig:
+        """What the worker of these regions is told."""
         config = self._config
         place = regions.link.header.place
         return WorkerConfig(

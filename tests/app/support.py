@@ -15,11 +15,14 @@ import msgspec
 import uvloop
 
 from app.config import ServeConfig
+from app.engine import Engine
 from app.inflight import Attempt, Flight
 from app.jobs import EncodeJob, Wait
 from app.outbox import Outbox
+from app.place import WorkerStatus
 from app.segments import Segments
 from app.worker import LINK_SLOT_COUNT, Worker
+from shm import _core
 from shm.arena import InputArena, create_arena
 from shm.layout import (
     Completion,
@@ -59,6 +62,17 @@ async def until(condition: Callable[[], Any]) -> None:
     while not condition():
         os.sched_yield()
         await asyncio.sleep(0)
+
+
+async def ready_worker(engine: Engine, place: int = 0, epoch: int = 1) -> WorkerStatus:
+    """The worker of this place and epoch, once it is ready."""
+
+    def is_ready() -> bool:
+        status = engine.workers()[place]
+        return (status.state, status.epoch) == ("ready", epoch)
+
+    await until(is_ready)
+    return engine.workers()[place]
 
 
 def serve_config(directory: Path, **changes: Any) -> ServeConfig:
@@ -135,6 +149,10 @@ class HandWorker:
         block = self.writer.allocate(rows * dim * 4, rows, dim, Dtype.FLOAT32, metadata)
         assert block is not None
         return block
+
+    def store_link_word(self, offset: int, value: int) -> None:
+        """Scribble over a word of the link."""
+        _core.word_store(self._worker_link_region.memory, offset, value)
 
     def report(self, record: Completion) -> None:
         """Publish one completion record."""

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import socket
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import msgspec
 import pytest
 
 from app.engine import Engine
-from app.errors import ConfigError
 from gpu_workers.families.stub import stub_rows
 from shm.client import Session, connect
 from shm.errors import LeaseRefused, SessionClosed, StaleHandle
@@ -189,53 +187,6 @@ async def test_a_reader_that_takes_no_answers_loses_its_session(tmp_path: Path) 
             except (BlockingIOError, SessionClosed):
                 await asyncio.sleep(0)
         reader.close(descriptors)
-
-
-@on_loop
-async def test_the_socket_is_closed_to_others_and_removed_at_the_end(tmp_path: Path) -> None:
-    config = serve_config(tmp_path)
-    path = Path(config.attach_socket)
-    async with Engine(config):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o660
-        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    assert not path.exists()
-
-
-@on_loop
-async def test_a_stale_socket_file_is_replaced_and_a_living_one_is_not(tmp_path: Path) -> None:
-    config = serve_config(tmp_path)
-    Path(config.attach_socket).parent.mkdir(mode=0o700)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
-        dead.bind(config.attach_socket)
-    async with Engine(config):
-        with pytest.raises(ConfigError, match="another daemon listens"):
-            async with Engine(config):
-                raise AssertionError("two engines on one socket")
-        (await open_session(config.attach_socket)).close()
-
-
-@on_loop
-async def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
-    config = serve_config(tmp_path)
-    path = Path(config.attach_socket)
-    path.parent.mkdir(mode=0o700)
-    path.write_text("precious")
-    with pytest.raises(ConfigError, match="no socket"):
-        async with Engine(config):
-            raise AssertionError("it must not start")
-    assert path.read_text() == "precious"
-
-
-@on_loop
-async def test_an_inherited_socket_is_served_and_its_file_stays(tmp_path: Path) -> None:
-    path = tmp_path / "inherited.sock"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        config = serve_config(tmp_path, attach_socket=str(path), attach_fd=listener.detach())
-        async with Engine(config):
-            (await open_session(str(path))).close()
-    assert path.exists()
 
 
 @on_loop

@@ -1,0 +1,43 @@
+"""app.launch: what a worker is told, and that nothing is left behind when it cannot be started."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.launch import Launcher
+from shm.errors import RegionUnavailable
+from shm.region import Backing
+from tests.app.support import BOOT_ID, serve_config
+
+
+def test_a_process_is_started_and_told_its_place_and_epoch(tmp_path: Path) -> None:
+    arena_fd = os.memfd_create("arena")
+    launcher = Launcher(serve_config(tmp_path), BOOT_ID, Backing.MEMFD, arena_fd)
+    regions = launcher.create_regions(place=3, epoch=7)
+    process, pidfd = launcher.spawn(regions)
+    assert process.args[:3] == [sys.executable, "-m", "gpu_workers"]
+    assert '"index":3,"epoch":7' in process.args[3]
+    assert process.wait() != 0  # the arena it was given is no region
+    os.close(pidfd)
+    os.close(arena_fd)
+    regions.close()
+
+
+def test_memory_that_cannot_be_had_leaves_nothing_behind(tmp_path: Path) -> None:
+    launcher = Launcher(serve_config(tmp_path, segment_bytes=1 << 50), BOOT_ID, Backing.MEMFD, -1)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(RegionUnavailable, match="wanted"):
+        launcher.create_regions(place=0, epoch=1)
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", "cpu"), ("cuda", "cuda:5")])
+def test_each_place_has_its_device(tmp_path: Path, device: str, expected: str) -> None:
+    config = serve_config(tmp_path, device=device, base_gpu_id=2)
+    with Path("/dev/null").open() as nothing:
+        launcher = Launcher(config, BOOT_ID, Backing.MEMFD, nothing.fileno())
+        regions = launcher.create_regions(place=3, epoch=1)
+        assert launcher.worker_config(regions).device == expected
+        regions.close()
