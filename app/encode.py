@@ -12,11 +12,11 @@ from starlette.requests import Request
 
 from app.body import read_body
 from app.config import ServeConfig
-from app.errors import InvalidRequest, ModalityNotServed
+from app.errors import InvalidRequest, ModalityNotServed, RequestError
 from app.items import InlineItem
 from app.jobs import Encoded, EncodeJob
 from app.logs import RequestNote
-from app.schema import AnswerItem, AnswerTimings, EncodeAnswer, EncodeRequest, parse_encode
+from app.schema import AnswerItem, AnswerTimings, EncodeAnswer, EncodeRequest, parse_encode, req_id_of
 from app.services import Services
 from shm.messages import ItemRows
 
@@ -31,8 +31,7 @@ async def encode(services: Services, request: Request, note: RequestNote) -> Enc
             request.receive, request.headers, services.config, services.config.max_body_bytes
         )
         lifetime.watch_for_disconnect(request.receive)
-        wanted = parse_encode(body, services.config.max_items)
-        note.req_id = wanted.req_id
+        wanted = _parse(body, services.config.max_items, note)
         note.fields |= {"modality": wanted.modality, "items": len(wanted.items), "bytes_in": len(body)}
         del body
         _check_served(wanted.modality, services)
@@ -71,6 +70,16 @@ async def probe(services: Services, picture: str, timeout_s: float) -> None:
         )
         encoded = await services.engine.encode(job)
     services.engine.release(encoded.handle.nonce)
+
+
+def _parse(body: bytearray, max_items: int, note: RequestNote) -> EncodeRequest:
+    try:
+        wanted = parse_encode(body, max_items)
+    except RequestError:
+        note.req_id = req_id_of(body)
+        raise
+    note.req_id = wanted.req_id
+    return wanted
 
 
 def _check_served(modality: str, services: Services) -> None:

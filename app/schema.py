@@ -61,6 +61,21 @@ def parse_encode(body: bytes | bytearray, max_items: int) -> EncodeRequest:
     )
 
 
+class _OnlyReqId(Struct):
+    req_id: str
+
+
+def req_id_of(body: bytes | bytearray) -> str:
+    """The req_id of a body that parse_encode refused, so that the refusal can name it; empty if there is
+    none that may be repeated."""
+    try:
+        req_id = _decode(body, _OnlyReqId).req_id
+        _check_req_id(req_id)
+    except InvalidRequest:
+        return ""
+    return req_id
+
+
 def _check_req_id(req_id: str) -> None:
     if not 1 <= len(req_id) <= MAX_REQ_ID_CHARACTERS:
         raise InvalidRequest(f"req_id must have 1 to {MAX_REQ_ID_CHARACTERS} characters, has {len(req_id)}")

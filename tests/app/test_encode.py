@@ -68,6 +68,21 @@ def test_two_parts_of_one_request_may_be_under_way_together(stub_daemon: Daemon)
     assert (response.status, other_part.status) == (200, 200)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"mm_items": [7]}, {"mm_items": [""]}, {"num_parts": "1"}, {"modality": "smell"}, {"hashes": {}}],
+)
+def test_a_refused_body_is_answered_under_its_req_id(stub_daemon: Daemon, fields: dict[str, object]) -> None:
+    body = {"req_id": "mine", "modality": "image", "mm_items": [data_url(b"stub")], **fields}
+    problem = stub_daemon.http.post_json("/encode", body).check_problem(400, req_id="mine")
+    assert next(iter(fields)) in problem["message"]
+
+
+def test_a_req_id_that_is_refused_is_not_repeated(stub_daemon: Daemon) -> None:
+    body = {"req_id": "a\r\nb", "modality": "image", "mm_items": [data_url(b"stub")]}
+    assert stub_daemon.http.post_json("/encode", body).check_problem(400)["req_id"] == ""
+
+
 def test_a_worker_error_becomes_a_problem_with_the_item(stub_daemon: Daemon) -> None:
     answer = stub_daemon.http.encode([b"stub rows=1", b"stub fault=error-in-decode"], req_id="bad")
     problem = answer.check_problem(400, 422, req_id="bad")
