@@ -6,8 +6,8 @@ A ring has two sides, which may lie in different regions (layout.h):
 
     producer side:  tail u64 at +0, slots at +128 (slot_count x 128 bytes)      written by the producer
     consumer side:  head u64 at +0, armed u32 at +128                            written by the consumer
-                    (armed is also exchanged by a producer that may write there: to 0 when it rings for a message,
-    to 2 by Producer.ring)
+                    (armed is also exchanged by a producer that may write there:
+                    to 0 when it rings for a message, to 2 by Producer.ring)
 
 BufferError where a buffer must be writable and is not.
 """
@@ -63,7 +63,7 @@ class Producer:
         """The ring's tail: messages ever published."""
 
     def close(self) -> None:
-        """Give both buffers back, so that their mmap can close. Idempotent; any other use is ValueError then."""
+        """Give both buffers back, so that their mmap can close. Idempotent; other use is ValueError then."""
 
 class Consumer:
     """The taking end of a ring. One per ring, one thread at a time."""
@@ -103,7 +103,7 @@ class Consumer:
         """The ring's head: messages ever taken."""
 
     def close(self) -> None:
-        """Give both buffers back, so that their mmap can close. Idempotent; any other use is ValueError then.
+        """Give both buffers back, so that their mmap can close. Idempotent; other use is ValueError then.
         RuntimeError while another thread is in take()."""
 
 def header_load(segment: Buffer, offset: int) -> bytes:

@@ -65,7 +65,9 @@ class RingMemory:
     memory: mmap.mmap = field(init=False)
 
     def __post_init__(self) -> None:
-        self.memory = mmap.mmap(-1, self.producer_offset + PRODUCER_SIDE_OVERHEAD_BYTES + self.slot_count * SLOT_BYTES)
+        self.memory = mmap.mmap(
+            -1, self.producer_offset + PRODUCER_SIDE_OVERHEAD_BYTES + self.slot_count * SLOT_BYTES
+        )
 
     @property
     def producer_offset(self) -> int:

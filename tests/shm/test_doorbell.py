@@ -281,7 +281,7 @@ def test_no_wake_up_is_lost_with_a_futex_bell() -> None:
     consumer = ring.consumer()
     with forked(lambda: publish_numbers(ring.producer())) as child:
         for number in range(HAMMER_MESSAGES):
-            # Sometimes asleep at once, sometimes after a spin, so that the arming moves against the publishing.
+            # At once, or after a spin, so that the arming moves against the publishing.
             message = consumer.take(A_LONG_TIME_NS, (number % 4) * 500)
             assert message is not None, f"lost wake-up at {number}"
             assert struct.unpack_from("<Q", message) == (number,)

@@ -1,0 +1,69 @@
+"""ThreadSanitizer over the ring, the doorbell and the block header; and that it would see a missing order."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.needs import program
+
+CSRC = Path(__file__).parents[2] / "shm" / "csrc"
+HARNESS = Path(__file__).with_name("threads.c")
+SOURCES = ("ring.c", "doorbell.c", "block.c")
+COUNT = {"spin": 30_000, "futex": 30_000, "eventfd": 30_000, "header": 10_000}
+RACE = 66
+
+pytestmark = program("gcc", package="gcc")
+
+
+def build(target: Path, csrc: Path) -> Path:
+    """The harness over csrc's sources. ThreadSanitizer does not model fences (-Wno-tsan): they run as they
+    are, and every hand-over of plain bytes goes through a release and an acquire that it does model."""
+    # -fno-builtin: a memcpy that became instructions would not be watched.
+    flags = ["-std=c11", "-O1", "-g", "-Werror", "-Wno-tsan", "-fsanitize=thread", "-fno-builtin", "-pthread"]
+    sources = [HARNESS, *(csrc / name for name in SOURCES)]
+    subprocess.run(["gcc", *flags, f"-I{csrc}", *sources, "-o", target], check=True)
+    return target
+
+
+def run(harness: Path, what: str) -> subprocess.CompletedProcess[str]:
+    # Without address randomisation: ThreadSanitizer of gcc 12 cannot place its shadow on every kernel.
+    return subprocess.run(
+        ["setarch", "-R", harness, what, str(COUNT[what])],
+        env={"TSAN_OPTIONS": f"halt_on_error=1 exitcode={RACE}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("tsan") / "threads", CSRC)
+
+
+@pytest.mark.parametrize("what", COUNT)
+def test_two_threads_have_no_data_race_and_lose_nothing(harness: Path, what: str) -> None:
+    finished = run(harness, what)
+    assert (finished.returncode, finished.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "ordered",
+    [
+        "&ring->side->tail, ring->tail, memory_order_release",
+        "&ring->side->head, ring->head, memory_order_release",
+        "&ring->peer->tail, memory_order_acquire",
+        "&ring->peer->head, memory_order_acquire",
+    ],
+)
+def test_a_release_or_acquire_less_is_seen(tmp_path: Path, ordered: str) -> None:
+    for path in CSRC.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    text = (tmp_path / "ring.c").read_text()
+    assert text.count(ordered) == 1
+    relaxed = ordered.rpartition(" ")[0] + " memory_order_relaxed"
+    (tmp_path / "ring.c").write_text(text.replace(ordered, relaxed))
+    finished = run(build(tmp_path / "threads", tmp_path), "spin")
+    assert finished.returncode == RACE
+    assert "data race" in finished.stderr
