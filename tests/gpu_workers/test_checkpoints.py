@@ -1,0 +1,57 @@
+"""Small checkpoints: the same seed gives the same weights, and every file that a processor needs is there."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from gpu_workers.checkpoints import make_checkpoint
+from tests.gpu_workers.conftest import FAMILIES
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def make(directory: Path, seed: int) -> dict[str, torch.Tensor]:
+    make_checkpoint("qwen2_5_vl", directory, seed=seed)
+    return weights(directory)
+
+
+def test_weights_depend_on_the_seed_and_on_nothing_else(tmp_path: Path) -> None:
+    first = make(tmp_path / "first", seed=3)
+    torch.rand(7)  # somebody else's use of the generator
+    again, other = make(tmp_path / "again", seed=3), make(tmp_path / "other", seed=4)
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_making_a_checkpoint_leaves_the_callers_generator_alone(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(4)
+    torch.manual_seed(1)
+    make(tmp_path, seed=9)
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tiny_checkpoint_is_whole(tiny_checkpoints: dict[str, Path], family: str) -> None:
+    directory = tiny_checkpoints[family]
+    config = json.loads((directory / "config.json").read_text())
+    assert (config["model_type"], config["encoderd_seed"]) == (family, 11)
+    assert transformers.AutoProcessor.from_pretrained(directory).image_processor is not None
+    assert sum(path.stat().st_size for path in directory.iterdir()) < 2_000_000
+
+
+def test_the_command_line_makes_what_it_is_asked_for(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gpu_workers.checkpoints"]
+    arguments = ["qwen2_vl", str(tmp_path), "--size", "tiny", "--seed", "5", "--dtype", "bfloat16"]
+    subprocess.run([*command, *arguments], check=True, capture_output=True)
+    assert json.loads((tmp_path / "config.json").read_text())["encoderd_seed"] == 5
+    assert {tensor.dtype for tensor in weights(tmp_path).values()} == {torch.bfloat16}
