@@ -53,16 +53,15 @@ class Deliverer:
 
     def _run(self) -> None:
         while True:
-            batch = self._batches.get()
-            with self._heart.step():
-                self._deliver(batch)
+            self._deliver(self._batches.get())
 
     def _deliver(self, batch: EncodedBatch) -> None:
-        results = [self._begin_copy(encoded, batch.finished) for encoded in batch.encoded]
-        forward_end_ns = batch.finished.wait()
-        self._device.finish_copies()
-        copy_ns = time.monotonic_ns() - forward_end_ns
-        self._backlog.bring_batch(results, forward_end_ns - batch.started_ns, copy_ns)
+        with self._heart.step():
+            results = [self._begin_copy(encoded, batch.finished) for encoded in batch.encoded]
+            forward_end_ns = batch.finished.wait()
+            self._device.finish_copies()
+            copy_ns = time.monotonic_ns() - forward_end_ns
+            self._backlog.bring_batch(results, forward_end_ns - batch.started_ns, copy_ns)
 
     def _begin_copy(self, encoded: Encoded, after: Mark) -> EncodeResult:
         item, outcome = encoded.item, encoded.outcome

@@ -40,11 +40,12 @@ class DeviceLoop:
     def run(self) -> None:
         """Forward what waits, at once. DeviceLost when the device's context is broken."""
         while (batch := self._backlog.take_batch()) is not None:
-            with self._heart.step():
-                started_ns = time.monotonic_ns()
-                encoded = self.encode(batch)
-                finished = self._device.mark()
-            self._deliverer.put(EncodedBatch(encoded, started_ns, finished))
+            self._deliverer.put(self._encode_batch(batch))
+
+    def _encode_batch(self, batch: list[Item]) -> EncodedBatch:
+        with self._heart.step():
+            started_ns = time.monotonic_ns()
+            return EncodedBatch(self.encode(batch), started_ns, self._device.mark())
 
     def encode(self, batch: list[Item], *, halved: bool = False) -> list[Encoded]:
         """Rows or error of every item, in order. A batch that fails is split until the culprits stand alone.

@@ -91,7 +91,8 @@ class CudaDevice:
     def __init__(self, index: int, segment: Region) -> None:
         torch.cuda.set_device(index)
         self.torch_device = torch.device("cuda", index)
-        self.name = f"cuda:{index} {torch.cuda.get_device_name(index)}"
+        self.name = f"cuda:{index}"
+        logger.info("device %s is a %s", self.name, torch.cuda.get_device_name(index))
         self._copy_stream = torch.cuda.Stream(self.torch_device)
         self._pin(segment)
 

@@ -141,6 +141,8 @@ class ImageReader:
             raise ItemError(ErrorCode.EMPTY_ITEM)
         try:
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        except MemoryError:
+            raise
         except Exception:  # noqa: BLE001 - parsers of foreign bytes raise whatever comes to their mind
             raise ItemError(_why_not_opened(bytes(data[:32]))) from None
         width, height = image.size

@@ -48,7 +48,7 @@ def encode(family: QwenVl, *items: memoryview) -> list[torch.Tensor]:
     prepared = [family.preprocess("image", item, plan) for item, plan in zip(items, plans, strict=True)]
     rows = family.forward(prepared)
     assert [tuple(tensor.shape) for tensor in rows] == [(plan.rows, family.info().dim) for plan in plans]
-    return [tensor.clone() for tensor in rows]
+    return [torch.as_tensor(tensor).clone() for tensor in rows]
 
 
 class Reference:

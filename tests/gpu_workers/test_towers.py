@@ -74,9 +74,7 @@ def test_a_checkpoint_without_a_weight_of_the_tower_is_refused(
     removed = next(name for name in weights if "visual.blocks.0" in name)
     del weights[removed]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ConfigurationError, match=r"lacks 1 weights of the tower, such as model\.visual\.blocks\.0"
-    ):
+    with pytest.raises(ConfigurationError, match=r"lacks 1 .* such as model\.visual\.blocks\.0"):
         load(tmp_path, "qwen3_vl")
 
 

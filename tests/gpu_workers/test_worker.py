@@ -91,7 +91,7 @@ def test_many_requests_at_once_each_get_their_own_rows(start_worker: StartWorker
 
 
 def test_waiting_items_share_a_forward(worker: Harness) -> None:
-    first = worker.submit(b"stub forward_ms=100")
+    first = worker.submit(b"stub forward_ms=400")
     worker.shape_of(first)
     others = [worker.submit(b"item %d" % n) for n in range(8)]
     assert max(worker.outcome_of(ticket).end.batch_items for ticket in others) > 1
