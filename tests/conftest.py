@@ -52,7 +52,7 @@ def _fail_if_skipped(report: ReportT, config: pytest.Config) -> ReportT:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    """No name in /dev/shm and no process of ours may outlive the session."""
+    """No name of ours in /dev/shm and no process of ours may outlive the session."""
     names_before = _shared_memory_names()
     os.environ[SESSION_MARK] = mark = secrets.token_hex(8)
     yield
@@ -63,7 +63,7 @@ def nothing_is_left_behind() -> Iterator[None]:
 
 
 def _shared_memory_names() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.iterdir()}
+    return {path.name for path in SHARED_MEMORY.glob("encoderd-*")}
 
 
 def _processes_marked(mark: str) -> dict[int, str]:

@@ -39,12 +39,14 @@ class Machine:
             work = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="encoderd-boot-")))
             (work / "seed").symlink_to(self._seed)
             (work / "binds").write_text("".join(f"{here} {inside}\n" for here, inside in self._binds.items()))
-            ready = resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-            ready.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            ready.bind(str(work / "ready.sock"))
             group = resources.enter_context(_control_group())
-            boot = resources.enter_context(_process_in(group, [str(BOOT_SCRIPT), str(work), self._target]))
-            self.pid = _wait_until_booted(ready, boot)
+            # Open only until READY=1: systemd goes on to send, and would block on a queue nobody reads.
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
+                ready.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+                ready.bind(str(work / "ready.sock"))
+                command = [str(BOOT_SCRIPT), str(work), self._target]
+                boot = resources.enter_context(_process_in(group, command))
+                self.pid = _wait_until_booted(ready, boot)
             resources.callback(_kill_and_wait, self.pid, boot)
             self._resources = resources.pop_all()
         return self
@@ -147,8 +149,19 @@ def _control_group() -> Iterator[Path]:
     try:
         yield group
     finally:
+        _wait_until_empty(group)
         for directory, _, _ in os.walk(group, topdown=False):
             os.rmdir(directory)
+
+
+def _wait_until_empty(group: Path) -> None:
+    """The kernel takes a dead process out of its group a moment after its parent has seen its end."""
+    with (group / "cgroup.events").open() as events:
+        poll = select.poll()
+        poll.register(events, select.POLLPRI)
+        while "populated 1" in events.read():
+            poll.poll()
+            events.seek(0)
 
 
 def _cgroup2_mount() -> str:

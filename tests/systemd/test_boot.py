@@ -30,12 +30,13 @@ UNIT_FAILED = "be02cf6855d2428ba40df7e9d022f03d"
 ITEM = b"stub rows=24"
 
 # Where the interpreter and its packages appear inside: paths that ProtectHome= and PrivateTmp= leave alone.
-PYTHON_INSIDE = "/opt/encoderd/python"
+PREFIX_INSIDE = "/opt/encoderd/python"
+PYTHON_INSIDE = f"{PREFIX_INSIDE}/bin/{Path(sys.executable).resolve().name}"
 SITE_INSIDE = "/opt/encoderd/site-packages"
 COMMAND = f"""\
 #!/bin/sh
-export LD_LIBRARY_PATH={PYTHON_INSIDE}/lib PYTHONPATH=/opt/encoderd/lib:{SITE_INSIDE}
-exec {PYTHON_INSIDE}/bin/{Path(sys.executable).resolve().name} -m app "$@"
+export LD_LIBRARY_PATH={PREFIX_INSIDE}/lib PYTHONPATH=/opt/encoderd/lib:{SITE_INSIDE}
+exec {PYTHON_INSIDE} -m app "$@"
 """
 ENVIRONMENT = """\
 ENCODERD_CHECKPOINT=/var/lib/encoderd/checkpoint
@@ -56,7 +57,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     """A booted machine with encoderd installed as systemd/README.md says, nothing started."""
     seed = tmp_path_factory.mktemp("seed")
     _lay_files(seed)
-    binds = {Path(sys.base_prefix): PYTHON_INSIDE, Path(sysconfig.get_path("platlib")): SITE_INSIDE}
+    binds = {Path(sys.base_prefix): PREFIX_INSIDE, Path(sysconfig.get_path("platlib")): SITE_INSIDE}
     with Machine(seed, binds) as machine:
         machine.run("systemd-sysusers", "encoderd.conf")
         machine.run("systemd-tmpfiles", "--create", "encoderd.conf")
@@ -102,9 +103,12 @@ def started(stopped: Machine) -> Machine:
 
 def test_a_connection_to_the_socket_starts_the_service(stopped: Machine) -> None:
     assert stopped.show(SERVICE, "ActiveState") == "inactive"
-    status, answer = _encode(stopped)
-    assert (status, answer.get("modality")) == (200, "image"), answer
+    status, _ = _request(stopped, "GET", "/livez")
+    assert status == 200
+    # Activation was asked for by the connection; this only waits for its READY=1.
+    stopped.run("systemctl", "start", SERVICE)
     assert stopped.show(SERVICE, "ActiveState") == "active"
+    assert _encode(stopped)["modality"] == "image"
 
 
 def test_start_returns_when_the_daemon_is_ready(started: Machine) -> None:
@@ -114,11 +118,11 @@ def test_start_returns_when_the_daemon_is_ready(started: Machine) -> None:
 
 def test_the_inherited_tcp_socket_serves_too(started: Machine) -> None:
     get = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:30300/livez').status)"
-    assert started.run("/opt/encoderd/bin/python", "-c", get).strip() == "200"
+    assert started.run(PYTHON_INSIDE, "-c", get).strip() == "200"
 
 
 def test_a_client_attaches_through_the_inherited_socket(started: Machine) -> None:
-    _, answer = _encode(started)
+    answer = _encode(started)
     with connect(started.path(ATTACH_SOCKET)) as session, session.attach(answer["handle"]) as view:
         np.testing.assert_array_equal(view.numpy(), stub_rows(ITEM))
 
@@ -142,14 +146,14 @@ def test_the_watchdog_replaces_a_daemon_that_hangs(started: Machine) -> None:
     _wait_until_restarted(started, position)
     assert started.show(SERVICE, "NRestarts") == "1"
     assert _main_pid(started) != main
-    assert _encode(started)[0] == 200
+    assert _encode(started)["modality"] == "image"
 
 
 def test_a_killed_daemon_is_replaced_and_no_caller_is_refused(started: Machine) -> None:
     position = started.journal_position()
     os.kill(_main_pid(started), signal.SIGKILL)
-    status, answer = _encode(started)  # waits in the backlog that systemd keeps
-    assert status == 200, answer
+    status, _ = _request(started, "GET", "/livez")  # waits in the backlog that systemd keeps
+    assert status == 200
     _wait_until_restarted(started, position)
     assert started.show(SERVICE, "NRestarts") == "1"
 
@@ -197,13 +201,17 @@ def _wait_until_restarted(machine: Machine, position: str) -> None:
                 return
 
 
-def _encode(machine: Machine) -> tuple[int, dict[str, Any]]:
+def _encode(machine: Machine) -> dict[str, Any]:
+    """Post one item of the test tower; the answer of a daemon that is ready."""
     data = "data:application/octet-stream;base64," + base64.b64encode(ITEM).decode()
     body = {"req_id": f"boot-{os.urandom(4).hex()}", "mm_items": [data], "modality": "image"}
-    return _request(machine, "POST", "/encode", body)
+    status, text = _request(machine, "POST", "/encode", body)
+    assert status == 200, text
+    answer: dict[str, Any] = json.loads(text)
+    return answer
 
 
-def _request(machine: Machine, method: str, path: str, body: Any = None) -> tuple[int, dict[str, Any]]:
+def _request(machine: Machine, method: str, path: str, body: Any = None) -> tuple[int, str]:
     """One request over the Unix socket, waiting for its answer however long the start takes."""
     connection = http.client.HTTPConnection("localhost")
     connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -211,6 +219,6 @@ def _request(machine: Machine, method: str, path: str, body: Any = None) -> tupl
         connection.sock.connect(machine.path(HTTP_SOCKET))
         connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
-        return response.status, json.loads(response.read())
+        return response.status, response.read().decode()
     finally:
         connection.close()
