@@ -6,24 +6,16 @@ from pathlib import Path
 import pytest
 
 from tests.needs import program
+from tests.stress.compiled import build, changed
 
-CSRC = Path(__file__).parents[2] / "shm" / "csrc"
-HARNESS = Path(__file__).with_name("threads.c")
-SOURCES = ("ring.c", "doorbell.c", "block.c")
+# ThreadSanitizer does not model fences (-Wno-tsan): they run as they are, and every hand-over of plain bytes
+# goes through a release and an acquire that it does model. -fno-builtin: a memcpy that became instructions
+# would not be watched.
+FLAGS = ("-O1", "-fsanitize=thread", "-Wno-tsan", "-fno-builtin")
 COUNT = {"spin": 30_000, "futex": 30_000, "eventfd": 30_000, "header": 10_000}
 RACE = 66
 
 pytestmark = program("gcc", package="gcc")
-
-
-def build(target: Path, csrc: Path) -> Path:
-    """The harness over csrc's sources. ThreadSanitizer does not model fences (-Wno-tsan): they run as they
-    are, and every hand-over of plain bytes goes through a release and an acquire that it does model."""
-    # -fno-builtin: a memcpy that became instructions would not be watched.
-    flags = ["-std=c11", "-O1", "-g", "-Werror", "-Wno-tsan", "-fsanitize=thread", "-fno-builtin", "-pthread"]
-    sources = [HARNESS, *(csrc / name for name in SOURCES)]
-    subprocess.run(["gcc", *flags, f"-I{csrc}", *sources, "-o", target], check=True)
-    return target
 
 
 def run(harness: Path, what: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +31,7 @@ def run(harness: Path, what: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("tsan") / "threads", CSRC)
+    return build(tmp_path_factory.mktemp("tsan") / "threads", FLAGS)
 
 
 @pytest.mark.parametrize("what", COUNT)
@@ -58,12 +50,8 @@ def test_two_threads_have_no_data_race_and_lose_nothing(harness: Path, what: str
     ],
 )
 def test_a_release_or_acquire_less_is_seen(tmp_path: Path, ordered: str) -> None:
-    for path in CSRC.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    text = (tmp_path / "ring.c").read_text()
-    assert text.count(ordered) == 1
     relaxed = ordered.rpartition(" ")[0] + " memory_order_relaxed"
-    (tmp_path / "ring.c").write_text(text.replace(ordered, relaxed))
-    finished = run(build(tmp_path / "threads", tmp_path), "spin")
+    csrc = changed(tmp_path, "ring.c", ordered, relaxed)
+    finished = run(build(tmp_path / "threads", FLAGS, csrc), "spin")
     assert finished.returncode == RACE
     assert "data race" in finished.stderr

@@ -2,7 +2,8 @@
  *
  * usage: threads spin|futex|eventfd|header COUNT. In spin the doorbell is never armed, so that nothing but the
  * two cursors orders the slots (its exchanges would hide a missing release). Exit 0: every message arrived in order, every header was whole.
- * Driven by test_thread_sanitizer.py; ThreadSanitizer itself ends the program when it sees a data race.
+ * Driven by test_thread_sanitizer.py (ThreadSanitizer itself ends the program when it sees a data race) and,
+ * without a sanitizer, by test_lost_wakeups.py. Built with -DSLOT_COUNT=1 a lost wake-up stops everything.
  */
 #define _GNU_SOURCE
 #include <poll.h>
@@ -17,10 +18,15 @@
 
 #include "core.h"
 
+#ifndef SLOT_COUNT
 #define SLOT_COUNT 2
+#endif
 #define REGION_BYTES 4096
 #define ROWS 64
+#ifndef A_LONG_TIME_NS
 #define A_LONG_TIME_NS 60000000000
+#endif
+#define TRIES_PER_YIELD 200
 
 enum { FILLING = 1, READY = 2 };
 
@@ -60,8 +66,10 @@ static void *publish_all(void *argument)
             words[i] = number;
         int bell_error = 0;
         enum ring_status status;
-        while ((status = ring_try_publish(&ring, words, sizeof words, &bell_error)) == RING_FULL)
-            sched_yield();
+        /* At once when there is room: that is when the consumer, having emptied the ring, is arming. */
+        for (int tries = 1; (status = ring_try_publish(&ring, words, sizeof words, &bell_error)) == RING_FULL; tries++)
+            if (tries % TRIES_PER_YIELD == 0)
+                sched_yield();
         require(status == RING_OK && bell_error == 0, "publish failed");
     }
     return NULL;
@@ -83,7 +91,10 @@ static void wait_on_eventfd(struct ring_consumer *ring, int eventfd)
 static void wait_on_futex(struct ring_consumer *ring, uint64_t number)
 {
     int64_t spin_until_ns = clock_deadline_ns((int64_t)(number % 4) * 500);
-    require(ring_consumer_wait(ring, spin_until_ns, clock_deadline_ns(A_LONG_TIME_NS)) == RING_OK, "lost wake-up");
+    int64_t deadline_ns = clock_deadline_ns(A_LONG_TIME_NS);
+    require(ring_consumer_wait(ring, spin_until_ns, deadline_ns) == RING_OK, "lost wake-up");
+    /* A wait that was not woken finds the message all the same, at its deadline. */
+    require(clock_monotonic_ns() < deadline_ns, "lost wake-up");
 }
 
 static void wait_for_message(const struct run *run, struct ring_consumer *ring, uint64_t number)
