@@ -9,6 +9,7 @@ import msgspec
 
 MAX_LINE_BYTES: Final = 1024
 LEVELS: Final = ("debug", "info", "warning", "error")
+LIBRARIES_THAT_LOG_URLS: Final = ("httpx", "httpcore")  # whole, with the query string, at level info
 
 
 class JsonLines(logging.Formatter):
@@ -46,6 +47,8 @@ def set_up(level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    for library in LIBRARIES_THAT_LOG_URLS:
+        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 class RequestNote:

@@ -5,12 +5,16 @@ until its request has ended, because a retry on another worker needs the same by
 """
 
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from shm.errors import RegionCorrupt
 from shm.layout import PAGE_BYTES, RegionKind, page_align
 from shm.pages import PageRuns, PageStatistics
-from shm.region import Backing, Region, create_region
+from shm.region import Backing, Region, create_region, forget_pages
+
+# The allocator is first-fit, so ordinary load stays below this and keeps its page tables warm; what a burst
+# touched beyond it leaves the process's resident size again.
+KEPT_BYTES: Final = 16 << 20
 
 
 def create_arena(payload_bytes: int, *, boot_id: bytes, backing: Backing) -> Region:
@@ -31,11 +35,11 @@ class InputBlock:
     view: writable, exactly nbytes long. It holds whatever the last user left until it is overwritten.
     """
 
-    def __init__(self, pages: PageRuns, offset: int, nbytes: int, view: memoryview) -> None:
+    def __init__(self, arena: "InputArena", offset: int, nbytes: int, view: memoryview) -> None:
         self.offset = offset
         self.nbytes = nbytes
         self.view = view
-        self._pages = pages
+        self._arena = arena
         self._freed = False
         self._handed_over = False
 
@@ -50,7 +54,7 @@ class InputBlock:
             raise ValueError("this input block is already free")
         self.view.release()
         self._freed = True
-        self._pages.free(self.offset)
+        self._arena.take_back(self)
 
     def __enter__(self) -> Self:
         return self
@@ -67,7 +71,7 @@ class InputArena:
 
     def __init__(self, region: Region) -> None:
         first = region.header.payload_offset
-        self._view = region.view
+        self._region = region
         self._pages = PageRuns(first // PAGE_BYTES, (region.size_bytes - first) // PAGE_BYTES)
 
     def allocate(self, nbytes: int) -> InputBlock | None:
@@ -75,7 +79,15 @@ class InputArena:
         offset = self._pages.allocate(nbytes)
         if offset is None:
             return None
-        return InputBlock(self._pages, offset, nbytes, self._view[offset : offset + nbytes])
+        return InputBlock(self, offset, nbytes, self._region.view[offset : offset + nbytes])
+
+    def take_back(self, block: InputBlock) -> None:
+        """Called by block.free() only."""
+        self._pages.free(block.offset)
+        end = block.offset + page_align(block.nbytes)
+        if end > KEPT_BYTES:
+            start = max(block.offset, KEPT_BYTES)
+            forget_pages(self._region, start, end - start)
 
     @property
     def total_bytes(self) -> int:

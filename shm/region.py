@@ -205,6 +205,11 @@ def prefault(region: Region, *, write: bool) -> None:
             raise
 
 
+def forget_pages(region: Region, offset: int, nbytes: int) -> None:
+    """Drop whole pages from this process's page tables; what they hold stays, here and for everybody."""
+    region.memory.madvise(mmap.MADV_DONTNEED, offset, nbytes)
+
+
 def punch_hole(region: Region, offset: int, nbytes: int) -> None:
     """Give whole pages of a POSIX region back to the kernel; they read as zeros from now on, for everybody.
 

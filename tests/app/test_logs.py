@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
 import sys
 
 from app.logs import JsonLines
@@ -38,3 +39,12 @@ def test_an_exception_is_named_with_its_place() -> None:
     line = json.loads(JsonLines().format(record))
     assert line["error"] == "KeyError: 'oops'"
     assert line["at"].startswith("test_logs.py:")
+
+
+def test_a_library_that_would_log_a_fetched_url_says_nothing() -> None:
+    program = (
+        "import logging; from app.logs import set_up; set_up('debug');"
+        "logging.getLogger('httpx').info('HTTP Request: GET http://media.example/?token=secret')"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert ran.stderr == b""

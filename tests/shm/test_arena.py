@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shm.arena import ArenaReader, InputArena, InputBlock, create_arena
+from shm.arena import KEPT_BYTES, ArenaReader, InputArena, InputBlock, create_arena
 from shm.errors import RegionCorrupt
 from shm.layout import PAGE_BYTES, RegionKind
 from shm.region import Backing, Region, attach_region, reopen_read_only
@@ -93,3 +93,23 @@ def test_any_two_words_give_exactly_those_bytes_or_corrupt(region: Region, offse
     else:
         assert inside
         assert len(view) == nbytes
+
+
+def resident_bytes_of_shared_memory() -> int:
+    with open("/proc/self/status") as status:
+        [line] = [line for line in status if line.startswith("RssShmem:")]
+    return int(line.split()[1]) * 1024
+
+
+def test_a_large_block_leaves_the_resident_size_when_it_is_freed_and_its_bytes_stay() -> None:
+    large_bytes = 32 << 20
+    with create_arena(KEPT_BYTES + large_bytes, boot_id=bytes(16), backing=Backing.POSIX) as region:
+        arena = InputArena(region)
+        before_bytes = resident_bytes_of_shared_memory()
+        block = taken(arena, KEPT_BYTES + large_bytes)
+        block.view[:] = b"x" * block.nbytes
+        last_byte = block.offset + block.nbytes - 1
+        assert resident_bytes_of_shared_memory() - before_bytes >= block.nbytes
+        block.free()
+        assert resident_bytes_of_shared_memory() - before_bytes <= KEPT_BYTES
+        assert region.view[last_byte] == ord("x")
