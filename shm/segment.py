@@ -293,12 +293,20 @@ class SegmentRecovery:
         self._reader = SegmentReader(region)
 
     def fail_filling(self) -> list[int]:
-        """Every FILLING block becomes LOST and its waiters wake (WorkerLost). The blocks' numbers."""
+        """Every FILLING block becomes LOST and its waiters wake (WorkerLost). The blocks' numbers.
+
+        Every other block in use has its state stored again, unchanged: the worker may have died between its
+        store and its wake, and this wake is the one its readers sleep for.
+        """
         lost = []
         for block in range(self._reader.block_count):
-            if self._state(block) == BlockState.FILLING:
-                _core.header_store_state(self._region.memory, block_header_offset(block), BlockState.LOST)
+            state = self._state(block)
+            if state == BlockState.FREE:
+                continue
+            if state == BlockState.FILLING:
+                state = BlockState.LOST
                 lost.append(block)
+            _core.header_store_state(self._region.memory, block_header_offset(block), state)
         return lost
 
     def abandon(self) -> None:

@@ -213,6 +213,24 @@ def test_a_wait_for_nothing_ends_with_its_timeout(region: Region, reader: Segmen
     assert not reader.wait_change(block.block, reader.header(block.block).change_seq, 1_000_000)
 
 
+def test_a_reader_wakes_whose_worker_died_between_the_state_and_the_wake(
+    region: Region, reader: SegmentReader
+) -> None:
+    block = fill(SegmentWriter(region))
+    seen = reader.header(block.block)
+    # What the kill left behind: READY is stored, change_seq is not, nobody was woken.
+    struct.pack_into("<I", region.memory, block_header_offset(block.block), BlockState.READY)
+    woken: list[bool] = []
+    waiter = threading.Thread(
+        target=lambda: woken.append(reader.wait_change(block.block, seen.change_seq, A_LONG_TIME_NS))
+    )
+    waiter.start()
+    assert SegmentRecovery(region).fail_filling() == []
+    waiter.join()
+    assert woken == [True]
+    assert reader.header(block.block).state == BlockState.READY
+
+
 def test_after_a_death_what_was_being_filled_is_lost_and_the_rest_stays(
     region: Region, reader: SegmentReader
 ) -> None:
