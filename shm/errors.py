@@ -60,6 +60,19 @@ class ErrorCode(IntEnum):
     DECODE_FAILED = 7
     MODALITY_UNSUPPORTED = 8
     TOO_LARGE_FOR_SEGMENT = 9
+    NOT_A_VIDEO = 10
+    NO_VIDEO_STREAM = 11
+    TOO_FEW_FRAMES = 12
+    TOO_MANY_FRAMES = 13
+    FRAME_SIZES_DIFFER = 14
+    NOT_AUDIO = 15
+    NO_AUDIO_STREAM = 16
+    NOT_FINITE = 17
+    TOO_LONG = 18
+    BAD_OPTION = 30
+    BAD_TENSORS = 31
+    KIND_UNSUPPORTED = 32
+    TOO_SHORT = 33
     # The worker's state (5xx or retried).
     SEGMENT_FULL = 20
     OUT_OF_DEVICE_MEMORY = 21
