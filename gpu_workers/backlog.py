@@ -7,18 +7,22 @@ the rule that a ticket ends exactly once:
     a job ends (READY or FAILED) when it is finished or failed AND no thread holds an item of it.
 
 So control may free the arena bytes and reclaim the block at once: nobody reads or writes them any more.
+
+A job comes in with `open`. Items whose size no header tells are measured by the preprocess threads first;
+when all sizes are known intake gives the job a block and lets its items go on with `admit`.
 """
 
 import heapq
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpu_workers.batching import next_batch
 from gpu_workers.errors import ItemError
-from gpu_workers.families.base import Prepared
+from gpu_workers.families.base import ItemPlan, Prepared
 from gpu_workers.jobs import Item, ItemState, Job
 from gpu_workers.publish import Publisher
 from shm.errors import ErrorCode
@@ -47,27 +51,47 @@ class EncodeResult(NamedTuple):
 class Backlog:
     """All jobs under way. Methods may be called from any thread unless they say otherwise."""
 
-    def __init__(self, publisher: Publisher, limits: BatchLimits) -> None:
+    def __init__(self, publisher: Publisher, limits: BatchLimits, wake_intake: Callable[[], None]) -> None:
+        """wake_intake: called on a preprocess thread when take_measured has something."""
         self._publisher = publisher
         self._limits = limits
+        self._wake_intake = wake_intake
         self._lock = threading.Lock()
         self._may_prepare = threading.Condition(self._lock)
         self._may_encode = threading.Condition(self._lock)
         self._jobs: dict[int, Job] = {}
         self._waiting: list[tuple[tuple[int, int, int], Item]] = []  # heap; failed jobs' items are skipped
+        self._measured: deque[Job] = deque()
         self._prepared: list[Item] = []
         self._prepared_patches = 0  # of items HELD_FOR_PREPARE and PREPARED
         self._finishing = False
 
     # --- intake ---
 
-    def add(self, job: Job) -> None:
-        """Take over a job whose SHAPE_KNOWN is published."""
+    def open(self, job: Job) -> None:
+        """Take over a job that has no block yet. Its unmeasured items are measured from now on."""
         with self._lock:
             self._jobs[job.ticket] = job
-            for item in job.items:
-                heapq.heappush(self._waiting, (item.order, item))
-            self._may_prepare.notify(len(job.items))
+            self._push_waiting(item for item in job.items if item.state is ItemState.UNMEASURED)
+
+    def take_measured(self) -> Job | None:
+        """A job that was opened with items of unknown size, once all sizes are known; None: none now."""
+        with self._lock:
+            while self._measured:
+                job = self._measured.popleft()
+                if job.error is None:
+                    return job
+            return None
+
+    def admit(self, job: Job) -> None:
+        """Let the items of an open job go on: it has a block, and its SHAPE_KNOWN is published."""
+        with self._lock:
+            self._push_waiting(job.items)
+
+    def fail(self, job: Job, error: ItemError, item_index: int = 0) -> None:
+        """End an open job that cannot have a block."""
+        with self._lock:
+            self._fail(job, error, item_index)
 
     def cancel(self, ticket: int) -> None:
         """Fail the job if any item of it has not reached the device; a ticket that is not here has ended."""
@@ -93,7 +117,10 @@ class Backlog:
     # --- preprocess threads ---
 
     def take_to_prepare(self) -> Item | None:
-        """The next item to decode; waits for one. None: finished. It comes back by one of the next two."""
+        """The next item to measure (if its state was UNMEASURED: it has no plan) or to decode; waits for one.
+
+        None: finished. It comes back by bring_measured or bring_prepared, or by drop_unprepared.
+        """
         with self._lock:
             while True:
                 item = self._first_waiting()
@@ -111,6 +138,21 @@ class Backlog:
             if timings.queue_ns == 0:
                 timings.queue_ns = time.monotonic_ns() - timings.taken_ns
             return item
+
+    def bring_measured(self, item: Item, plan: ItemPlan, spent_ns: int) -> None:
+        """The item's size is known; with the last one of its job intake hears of it."""
+        with self._lock:
+            job = item.job
+            job.held_items -= 1
+            job.timings.preprocess_ns += spent_ns
+            if job.error is not None:
+                self._end_if_free(job)
+                return
+            item.known_plan = plan
+            item.state = ItemState.WAITING
+            if job.is_measured:
+                self._measured.append(job)
+                self._wake_intake()
 
     def bring_prepared(self, item: Item, prepared: Prepared, spent_ns: int) -> None:
         """The item is decoded and waits for the device from now on (unless its job failed meanwhile)."""
@@ -186,6 +228,11 @@ class Backlog:
 
     # --- under the lock ---
 
+    def _push_waiting(self, items: Iterable[Item]) -> None:
+        for item in items:
+            heapq.heappush(self._waiting, (item.order, item))
+            self._may_prepare.notify()
+
     def _first_waiting(self) -> Item | None:
         """The item that is next to prepare. Forgets those of failed jobs, fails expired ones on the way."""
         while self._waiting:
@@ -198,7 +245,9 @@ class Backlog:
         return None
 
     def _may_hold_prepared(self, item: Item) -> bool:
-        """Whether the item fits beside what is prepared already; the only one always does."""
+        """Whether the item fits beside what is prepared already; the only one always does, and measuring."""
+        if item.known_plan is None:
+            return True
         total_patches = self._prepared_patches + item.cost_patches
         return self._prepared_patches == 0 or total_patches <= self._limits.max_prepared_patches
 

@@ -1,8 +1,9 @@
 """The intake thread: what control says through the submission ring.
 
 An ENCODE is taken at once (its slot is free again), checked, sized from the items' headers and given a block,
-before any decode: that is what SHAPE_KNOWN tells. If the segment is full the job waits for reclaim, oldest
-first; nobody overtakes, so a large one gets its turn.
+before any decode: that is what SHAPE_KNOWN tells. Items whose headers do not tell are measured by the
+preprocess threads, so that nobody waits here for a decode. If the segment is full the job waits for reclaim,
+oldest first; nobody overtakes, so a large one gets its turn.
 """
 
 import logging
@@ -15,7 +16,7 @@ import msgspec
 
 from gpu_workers.backlog import Backlog
 from gpu_workers.errors import ItemError
-from gpu_workers.families.base import Family, ItemPlan
+from gpu_workers.families.base import Family, ItemPlan, MediaItem
 from gpu_workers.faults import FaultPoint, Faults
 from gpu_workers.heart import Heart
 from gpu_workers.jobs import Job
@@ -25,7 +26,7 @@ from shm.arena import ArenaReader
 from shm.errors import ErrorCode
 from shm.layout import Submission, SubmissionKind, WorkerState
 from shm.link import WorkerLink
-from shm.messages import RequestMetadata
+from shm.messages import ItemSource, Part, RequestMetadata
 from shm.segment import SegmentWriter
 
 logger = logging.getLogger(__name__)
@@ -83,9 +84,11 @@ class Intake:
             with self._heart.step():
                 if descriptor is not None:
                     self._handle(Submission.unpack(descriptor))
+                while (job := self._backlog.take_measured()) is not None:
+                    self._wait_for_space(job)
                 if time.monotonic_ns() >= self._next_tick_ns:
                     self._tick()
-            if self._finish.is_set() and not self._waiting and self._link.submissions.pending() == 0:
+            if self._finish.is_set() and self._link.submissions.pending() == 0:
                 self._backlog.finish()
                 self._backlog_finished = True
 
@@ -107,12 +110,23 @@ class Intake:
         job = Job(submission.ticket, submission.deadline_ns)
         try:
             self._read_request(submission, job)
-            metadata = msgspec.msgpack.encode(job.block_metadata())
-            self._check_fits(job, metadata)
         except ItemError as error:
             self._publisher.refused(job.ticket, error, len(job.items))
             return
         self._faults.reach(FaultPoint.EXIT_ON_TAKE, job.asked_faults)
+        self._backlog.open(job)
+        if job.is_measured:
+            self._wait_for_space(job)
+
+    def _wait_for_space(self, job: Job) -> None:
+        """Queue a measured job for a block; it may have one at once."""
+        job.lay_out_rows()
+        metadata = msgspec.msgpack.encode(job.block_metadata())
+        try:
+            self._check_fits(job, metadata)
+        except ItemError as error:
+            self._backlog.fail(job, error)
+            return
         self._waiting.append(_WaitingForSpace(job, metadata, time.monotonic_ns() + _SPACE_WAIT_NS))
         self._place_waiting()
 
@@ -128,20 +142,19 @@ class Intake:
         if request.modality not in self._info.modalities:
             raise ItemError(ErrorCode.MODALITY_UNSUPPORTED)
         for source in request.items:
-            if not (0 <= source.offset <= len(block) and 0 <= source.nbytes <= len(block) - source.offset):
+            try:
+                media = _media_item(request.modality, source, block)
+            except _OutsideBlock:
                 logger.error("ticket %d: an item lies outside its input block", submission.ticket)
-                raise ItemError(ErrorCode.INTERNAL)
-            if source.nbytes == 0:
-                raise ItemError(ErrorCode.EMPTY_ITEM)
-            data = block[source.offset : source.offset + source.nbytes]
-            job.add_item(data, self._inspect(job, data))
+                raise ItemError(ErrorCode.INTERNAL) from None
+            job.add_item(media, self._inspect(job, media))
 
-    def _inspect(self, job: Job, data: memoryview) -> ItemPlan:
+    def _inspect(self, job: Job, media: MediaItem) -> ItemPlan | None:
         try:
-            return self._family.inspect(job.modality, data)
+            return self._family.inspect(media)
         except ItemError:
             raise
-        except Exception:  # parsers of foreign bytes may raise anything; one picture is at stake
+        except Exception:  # parsers of foreign bytes may raise anything; one item is at stake
             logger.warning("ticket %d item %d: inspect failed", job.ticket, len(job.items), exc_info=True)
             raise ItemError(ErrorCode.INTERNAL) from None
 
@@ -165,18 +178,14 @@ class Intake:
             self._waiting.popleft()
             self._faults.reach(FaultPoint.EXIT_BEFORE_SHAPE, job.asked_faults)
             self._publisher.shape_known(job)
-            self._backlog.add(job)
+            self._backlog.admit(job)
 
     # --- the others ---
 
     def _cancel(self, ticket: int) -> None:
-        for entry in self._waiting:
-            if entry.job.ticket == ticket:
-                self._waiting.remove(entry)
-                self._publisher.refused(ticket, ItemError(ErrorCode.CANCELLED))
-                self._place_waiting()
-                return
         self._backlog.cancel(ticket)
+        self._forget_ended()
+        self._place_waiting()
 
     def _reclaim(self, block: int, generation: int) -> None:
         if not self._segment.reclaim(block, generation):
@@ -190,13 +199,34 @@ class Intake:
         now_ns = time.monotonic_ns()
         self._next_tick_ns = now_ns + _TICK_NS
         self._backlog.drop_expired()
-        for entry in [
-            entry for entry in self._waiting if min(entry.until_ns, entry.job.deadline_ns) <= now_ns
-        ]:
-            self._waiting.remove(entry)
-            code = ErrorCode.DEADLINE if entry.job.deadline_ns <= now_ns else ErrorCode.SEGMENT_FULL
-            self._publisher.refused(entry.job.ticket, ItemError(code))
+        for entry in self._waiting:
+            if entry.until_ns <= now_ns and entry.job.error is None:
+                self._backlog.fail(entry.job, ItemError(ErrorCode.SEGMENT_FULL))
+        self._forget_ended()
         self._place_waiting()
+
+    def _forget_ended(self) -> None:
+        """Jobs that failed while they waited for space need none."""
+        self._waiting = deque(entry for entry in self._waiting if entry.job.error is None)
+
+
+class _OutsideBlock(Exception):
+    """The metadata names bytes that are not in the input block."""
+
+
+def _media_item(modality: str, source: ItemSource, block: memoryview) -> MediaItem:
+    """The item's files as views of the block. ItemError if one is empty."""
+    parts = source.parts if source.kind == "frames" else [Part(source.offset, source.nbytes)]
+    files = tuple(_view(part, block) for part in parts)
+    if not files or any(len(file) == 0 for file in files):
+        raise ItemError(ErrorCode.EMPTY_ITEM)
+    return MediaItem(modality, files, source.kind, source.options)
+
+
+def _view(part: Part, block: memoryview) -> memoryview:
+    if not (0 <= part.offset <= len(block) and 0 <= part.nbytes <= len(block) - part.offset):
+        raise _OutsideBlock
+    return block[part.offset : part.offset + part.nbytes]
 
 
 def _request_metadata(block: memoryview, submission: Submission) -> RequestMetadata:

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from typing import Final
 
 from gpu_workers.errors import ItemError
-from gpu_workers.families.base import ItemPlan, Prepared
+from gpu_workers.families.base import ItemPlan, MediaItem, Prepared
 from shm.messages import BlockMetadata, ItemRows
 from shm.segment import FillingBlock
 
@@ -20,8 +20,9 @@ _U32_MAX: Final = 0xFFFFFFFF
 class ItemState(Enum):
     """Where an item is. The two HELD states mean that one thread works on it outside the backlog's lock."""
 
+    UNMEASURED = auto()  # waiting for a preprocess thread to find its size
     WAITING = auto()  # for a preprocess thread
-    HELD_FOR_PREPARE = auto()
+    HELD_FOR_PREPARE = auto()  # or for measuring
     PREPARED = auto()  # waiting for the device
     HELD_FOR_ENCODE = auto()  # in a batch, until its rows are in the block
     DONE = auto()
@@ -33,11 +34,17 @@ class Item:
 
     job: "Job"
     index: int
-    data: memoryview  # read-only, in the input arena: valid until the job has ended
-    plan: ItemPlan
-    row_start: int
+    media: MediaItem
+    known_plan: ItemPlan | None  # None while UNMEASURED
+    row_start: int = 0  # valid once the job's rows are laid out
     state: ItemState = ItemState.WAITING
     prepared: Prepared | None = None
+
+    @property
+    def plan(self) -> ItemPlan:
+        """What the item will become; only for items that are measured."""
+        assert self.known_plan is not None, "the item is measured first"
+        return self.known_plan
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -51,13 +58,13 @@ class Item:
 
     @property
     def cost_patches(self) -> int:
-        """What the item costs the device."""
-        return self.plan.cost_patches
+        """What the item costs the device; nothing while it is only to be measured."""
+        return 0 if self.known_plan is None else self.known_plan.cost_patches
 
     @property
     def batch_key(self) -> str:
         """Only items of the same key may share a forward."""
-        return self.job.modality
+        return (self.prepared and self.prepared.batch_key) or self.job.modality
 
 
 @dataclass(slots=True)
@@ -92,13 +99,26 @@ class Job:
     ready_items: int = 0  # length of the prefix of items whose rows are all in the block
     timings: Timings = field(default_factory=Timings)
 
-    def add_item(self, data: memoryview, plan: ItemPlan) -> None:
-        """Append an item; its rows follow those of the item before it."""
-        self.items.append(Item(self, len(self.items), data, plan, self.rows))
+    def add_item(self, media: MediaItem, plan: ItemPlan | None) -> None:
+        """Append an item, and its plan if its header told it."""
+        state = ItemState.UNMEASURED if plan is None else ItemState.WAITING
+        self.items.append(Item(self, len(self.items), media, plan, state=state))
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether every item's size is known."""
+        return all(item.known_plan is not None for item in self.items)
+
+    def lay_out_rows(self) -> None:
+        """Give every item its place: its rows follow those of the item before it."""
+        row_start = 0
+        for item in self.items:
+            item.row_start = row_start
+            row_start += item.plan.rows
 
     @property
     def rows(self) -> int:
-        """Rows of all items together."""
+        """Rows of all items together, once they are laid out."""
         if not self.items:
             return 0
         last = self.items[-1]
@@ -106,15 +126,15 @@ class Job:
 
     @property
     def asked_faults(self) -> tuple[str, ...]:
-        """Tests only: the fault points that its items ask for."""
-        return tuple(item.plan.fault for item in self.items if item.plan.fault)
+        """Tests only: the fault points that its items ask for, as far as they are measured."""
+        plans = [item.known_plan for item in self.items if item.known_plan is not None]
+        return tuple(plan.fault for plan in plans if plan.fault)
 
     def block_metadata(self) -> BlockMetadata:
         """Whose rows are where, for the head of the block."""
-        return BlockMetadata(
-            self.modality,
-            [
-                ItemRows(item.row_start, item.plan.rows, item.plan.grids, item.plan.width, item.plan.height)
-                for item in self.items
-            ],
-        )
+        return BlockMetadata(self.modality, [_item_rows(item) for item in self.items])
+
+
+def _item_rows(item: Item) -> ItemRows:
+    plan = item.plan
+    return ItemRows(item.row_start, plan.rows, plan.grids, plan.width, plan.height, plan.aux)

@@ -35,14 +35,18 @@ class PreparePool:
                 self._prepare(item)
 
     def _prepare(self, item: Item) -> None:
+        """Measure the item or preprocess it, whichever is next for it."""
         started_ns = time.monotonic_ns()
         try:
-            self._faults.reach(FaultPoint.ERROR_IN_DECODE, (item.plan.fault,))
-            prepared = self._family.preprocess(item.job.modality, item.data, item.plan)
+            if item.known_plan is None:
+                plan = self._family.measure(item.media)
+                self._backlog.bring_measured(item, plan, time.monotonic_ns() - started_ns)
+            else:
+                self._faults.reach(FaultPoint.ERROR_IN_DECODE, (item.plan.fault,))
+                prepared = self._family.preprocess(item.media, item.plan)
+                self._backlog.bring_prepared(item, prepared, time.monotonic_ns() - started_ns)
         except ItemError as error:
             self._backlog.drop_unprepared(item, error)
-        except Exception:  # decoders and processors may raise anything; one picture is at stake
+        except Exception:  # decoders and processors may raise anything; one item is at stake
             logger.warning("ticket %d item %d: preprocess failed", item.job.ticket, item.index, exc_info=True)
             self._backlog.drop_unprepared(item, ItemError(ErrorCode.INTERNAL))
-        else:
-            self._backlog.bring_prepared(item, prepared, time.monotonic_ns() - started_ns)

@@ -115,15 +115,18 @@ def _load(config: WorkerConfig, link: WorkerLink, segment: Region) -> Loaded:
 
 
 def _warm_up(family: Family) -> None:
-    """Encode a small item by all the steps a request takes; RuntimeError if its rows are not as announced."""
-    modality, sample = family.sample()
-    data = memoryview(sample)
-    plan = family.inspect(modality, data)
-    [rows] = family.forward([family.preprocess(modality, data, plan)])
-    if tuple(rows.shape) != (plan.rows, family.info().dim):
-        raise RuntimeError(
-            f"the warm-up gave rows {tuple(rows.shape)}, announced {plan.rows, family.info().dim}"
-        )
+    """Encode a small item of each modality by all the steps that a request takes.
+
+    RuntimeError if its rows are not as announced.
+    """
+    for sample in family.samples():
+        plan = family.inspect(sample) or family.measure(sample)
+        [rows] = family.forward([family.preprocess(sample, plan)])
+        announced = (plan.rows, family.info().dim)
+        if tuple(rows.shape) != announced:
+            raise RuntimeError(
+                f"the warm-up with {sample.modality} gave rows {tuple(rows.shape)}, announced {announced}"
+            )
 
 
 def _give_up(link: WorkerLink, reason: str, status: int) -> int:
@@ -141,7 +144,8 @@ def _start_threads(
     """All threads but the main one, whose loop is returned. From here on SIGTERM means: finish."""
     family, device = loaded
     publisher = Publisher(link, faults)
-    backlog = Backlog(publisher, BatchLimits(config.max_batch_items, config.max_batch_patches))
+    limits = BatchLimits(config.max_batch_items, config.max_batch_patches)
+    backlog = Backlog(publisher, limits, wake_intake=link.submissions.wake)
     deliverer = Deliverer(backlog, device, heart)
     intake = Intake(
         link,

@@ -5,14 +5,34 @@ and WorkerInfo; the client and app.sessions exchange the attach datagrams. Decod
 (msgspec); ranges are the reader's to check.
 """
 
+from typing import Any, Literal
+
 import msgspec
 
+ItemKind = Literal["media", "frames", "processed"]
 
-class ItemSource(msgspec.Struct, frozen=True, array_like=True):
-    """One item's bytes inside the input block, relative to the block's start."""
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """One file of an item of several, relative to the block's start."""
 
     offset: int
     nbytes: int
+
+
+class ItemSource(msgspec.Struct, frozen=True, array_like=True):
+    """One item's bytes inside the input block, relative to the block's start, and what they are.
+
+    kind "media": one encoded file. "frames": several encoded pictures, `parts`, that are one item together
+    (a video's frames, or the pictures of one item); offset and nbytes span them. "processed": a safetensors
+    file with what the model's processor gives (pixel values, grids ...). options: the item's own processor
+    options, as they came; values are what JSON has.
+    """
+
+    offset: int
+    nbytes: int
+    kind: ItemKind = "media"
+    parts: list[Part] = []
+    options: dict[str, Any] = {}
 
 
 class RequestMetadata(msgspec.Struct, frozen=True, array_like=True):
@@ -22,14 +42,27 @@ class RequestMetadata(msgspec.Struct, frozen=True, array_like=True):
     items: list[ItemSource]
 
 
+class ItemAux(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the language model needs beside an item's rows; None where the modality or family has none."""
+
+    video_timestamps: list[float] | None = None  # seconds, one for each temporal patch
+    second_per_grid_ts: float | None = None  # seconds from one temporal patch to the next
+    audio_feature_length: int | None = None  # mel frames that went into the tower, padding not counted
+
+
 class ItemRows(msgspec.Struct, frozen=True, array_like=True):
-    """One item's rows in the block, in request order. grids: [[t, h, w], ...] in patches."""
+    """One item's rows in the block, in request order.
+
+    grids: [[t, h, w], ...] in patches, more than one where the item is several pictures or tiles; [[n]] mel
+    frames for audio. width, height: pixels of the upright picture or frame, 0 for audio.
+    """
 
     row_start: int
     row_count: int
     grids: list[list[int]]
     width: int
     height: int
+    aux: ItemAux = ItemAux()
 
 
 class BlockMetadata(msgspec.Struct, frozen=True, array_like=True):
@@ -37,6 +70,14 @@ class BlockMetadata(msgspec.Struct, frozen=True, array_like=True):
 
     modality: str
     items: list[ItemRows]
+
+
+class MediaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """--mm-process-config: the processor's options for each modality, over those of the checkpoint."""
+
+    image: dict[str, Any] = {}
+    video: dict[str, Any] = {}
+    audio: dict[str, Any] = {}
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -63,6 +104,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     rgba_background: str  # "white", "black", "drop"
     trust_remote_code: bool
     log_level: str
+    media_options: MediaOptions = MediaOptions()
     faults: list[str] = []  # named fault points, tests only
 
 
@@ -91,13 +133,15 @@ class SegmentGrant(msgspec.Struct, frozen=True):
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """First datagram of a session. Descriptors: [client region rw, control region ro, bell eventfd,
-    then one per segment]. http: where HTTP is served ("unix:/path" or "host:port"), for session.encode."""
+    then one per segment]. http: where HTTP is served ("unix:/path" or "host:port"), for session.encode.
+    input_bytes: the client region's input region; 0 where encodes come over HTTP only."""
 
     session: int
     layout_version: int
     boot_id: str
     http: str
     segments: list[SegmentGrant]
+    input_bytes: int = 0
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -117,10 +161,24 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     grant: SegmentGrant | None = None
 
 
+class Granted(msgspec.Struct, frozen=True, tag="granted"):
+    """Control -> client, unasked: a lease in this segment follows on the completion ring. The segment's
+    descriptor is beside it."""
+
+    grant: SegmentGrant
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """Control -> client. reason: "stale", "cap" or "protocol"."""
 
     reason: str
+
+
+class SessionFault(msgspec.Struct, frozen=True, array_like=True):
+    """Why an encode over a session failed, in the words that HTTP would have used."""
+
+    code: str
+    message: str
 
 
 class Handle(msgspec.Struct, frozen=True):

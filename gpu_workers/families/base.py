@@ -1,17 +1,19 @@
 """What a model family is to the worker. One family is one file here and one line in registry.py.
 
 A family knows the model: sizes from headers, preprocessing, the forward. It knows nothing of rings, blocks,
-threads or devices' streams. `inspect` and `preprocess` are called from several threads at once and must not
-change the family; `forward` is called from the device thread only.
+threads or devices' streams. `inspect`, `measure` and `preprocess` are called from several threads at once and
+must not change the family; `forward` is called from the device thread only.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from shm.layout import Dtype
+from shm.messages import ItemAux, ItemKind
 
 if TYPE_CHECKING:  # torch is loaded by real towers only
     import torch
@@ -32,11 +34,32 @@ class FamilyInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class ItemPlan:
-    """What an item will become, known from its header: no decode has happened.
+class MediaItem:
+    """One item as it came: read-only bytes in the input arena, valid until its ticket has ended.
 
-    rows: embeddings. grids: [[t, h, w], ...] in patches. width, height: of the upright picture, in pixels.
-    cost_patches: what the forward costs, in the unit of max_batch_patches.
+    files: the one file of kind "media" or "processed", or the pictures of kind "frames", at least one, none
+    of them empty. options: the item's own processor options, unchecked, values as JSON has them.
+    """
+
+    modality: str
+    files: tuple[memoryview, ...]
+    kind: ItemKind = "media"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def data(self) -> memoryview:
+        """The first file, which is the only one unless kind is "frames"."""
+        return self.files[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPlan:
+    """What an item will become, before its preprocessing.
+
+    rows: embeddings. grids: [[t, h, w], ...] in patches. width, height: of the upright picture or of one
+    frame, in pixels. cost_patches: what the forward costs, in the unit of max_batch_patches. aux: what the
+    language model needs beside the rows. media_plan: what the media's reader found out about the file, for
+    preprocess to go on from; only the family knows its type.
     """
 
     rows: int
@@ -45,15 +68,21 @@ class ItemPlan:
     height: int
     cost_patches: int
     fault: str = ""  # tests only: the fault point this item asks for (stub tower)
+    aux: ItemAux = field(default_factory=ItemAux)
+    media_plan: object = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """An item ready for the device: the processor's outputs by the name of the tower's argument."""
+    """An item ready for the device: the processor's outputs by the name of the tower's argument.
+
+    batch_key: only items of the same key share a forward; empty means that the modality is the key.
+    """
 
     modality: str
     plan: ItemPlan
     features: dict[str, Features] = field(default_factory=dict)
+    batch_key: str = ""
 
 
 class Family(Protocol):
@@ -62,14 +91,23 @@ class Family(Protocol):
     def info(self) -> FamilyInfo:
         """Does not change while the worker lives."""
 
-    def sample(self) -> tuple[str, bytes]:
-        """(modality, data) of a small valid item, for the warm-up."""
+    def samples(self) -> list[MediaItem]:
+        """A small valid item of each modality, for the warm-up."""
 
-    def inspect(self, modality: str, data: memoryview) -> ItemPlan:
-        """Sizes from the header. ItemError if the item cannot be encoded."""
+    def inspect(self, item: MediaItem) -> ItemPlan | None:
+        """Sizes from the headers, no decode: intake waits for it. None if only measure can tell.
 
-    def preprocess(self, modality: str, data: memoryview, plan: ItemPlan) -> Prepared:
+        ItemError if the item cannot be encoded.
+        """
+
+    def measure(self, item: MediaItem) -> ItemPlan:
+        """Sizes of an item that inspect could not tell, by reading or decoding as much as it takes.
+
+        Called on a preprocess thread, only after inspect gave None. ItemError as for inspect.
+        """
+
+    def preprocess(self, item: MediaItem, plan: ItemPlan) -> Prepared:
         """Decode and run the processor. ItemError if the item cannot be decoded or is not as planned."""
 
     def forward(self, batch: list[Prepared]) -> list[Rows]:
-        """Rows (plan.rows, dim) of each item, in order. All have one modality. May raise anything."""
+        """Rows (plan.rows, dim) of each item, in order. All have one batch key. May raise anything."""

@@ -16,7 +16,7 @@ from transformers import AutoImageProcessor, PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from gpu_workers.errors import ConfigurationError, ItemError
-from gpu_workers.families.base import FamilyInfo, ItemPlan, Prepared, Rows
+from gpu_workers.families.base import FamilyInfo, ItemPlan, MediaItem, Prepared, Rows
 from gpu_workers.media.image import ImageReader, parse_background
 from gpu_workers.towers import load_towers, payload_dtype, tower_bytes
 from shm.errors import ErrorCode
@@ -74,15 +74,15 @@ class QwenVl:
         """Pictures; dim with all DeepStack columns."""
         return self._info
 
-    def sample(self) -> tuple[str, bytes]:
+    def samples(self) -> list[MediaItem]:
         """A gray square."""
         file = io.BytesIO()
         Image.new("RGB", (_SAMPLE_SIDE_PIXELS, _SAMPLE_SIDE_PIXELS), "gray").save(file, "PNG")
-        return "image", file.getvalue()
+        return [MediaItem("image", (memoryview(file.getvalue()),))]
 
-    def inspect(self, modality: str, data: memoryview) -> ItemPlan:
+    def inspect(self, item: MediaItem) -> ItemPlan:
         """From the header, by the processor's own resize rule."""
-        size = self._reader.size(data)
+        size = self._reader.size(item.data)
         self._check_aspect_ratio(size.width, size.height)
         processor = self._processor
         resized_height, resized_width = smart_resize(
@@ -102,14 +102,18 @@ class QwenVl:
             cost_patches=patches,
         )
 
-    def preprocess(self, modality: str, data: memoryview, plan: ItemPlan) -> Prepared:
+    def measure(self, item: MediaItem) -> ItemPlan:
+        """Never needed."""
+        return self.inspect(item)
+
+    def preprocess(self, item: MediaItem, plan: ItemPlan) -> Prepared:
         """pixel_values (patches, channels * temporal * patch * patch) float32 and image_grid_thw (1, 3)."""
-        picture = torch.from_numpy(self._reader.rgb(data)).permute(2, 0, 1)
+        picture = torch.from_numpy(self._reader.rgb(item.data)).permute(2, 0, 1)
         # Said, not guessed: a picture three pixels high looks channels-first either way.
         features = self._processor(images=[picture], input_data_format="channels_first", return_tensors="pt")
         if features["image_grid_thw"].tolist() != plan.grids:
             raise ItemError(ErrorCode.INTERNAL)
-        return Prepared(modality, plan, dict(features))
+        return Prepared(item.modality, plan, dict(features))
 
     def forward(self, batch: list[Prepared]) -> list[Rows]:
         """get_image_features on all pictures together."""

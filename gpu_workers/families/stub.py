@@ -4,6 +4,7 @@ An item is any bytes. One that begins with b"stub " is read as blank-separated d
 
     rows=N         how many rows (default 16)
     forward_ms=N   how long its forward takes
+    measure=1      its size cannot be told from its header
     fault=NAME     a faults.FaultPoint to strike this item's request (or its worker)
 
 The whole item, directives included, goes into the digest: items that differ at all differ in every row.
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_workers.errors import ItemError
-from gpu_workers.families.base import FamilyInfo, ItemPlan, Prepared, Rows
+from gpu_workers.families.base import FamilyInfo, ItemPlan, MediaItem, Prepared, Rows
 from shm.errors import ErrorCode
 from shm.layout import Dtype
 
@@ -53,6 +54,7 @@ def stub_rows(data: bytes) -> npt.NDArray[np.float32]:
 class _Directives:
     rows: int = DEFAULT_ROWS
     forward_ms: int = 0
+    measure: bool = False
     fault: str = ""
 
 
@@ -65,6 +67,7 @@ def _directives(data: memoryview) -> _Directives:
     return _Directives(
         rows=_number(pairs.get("rows"), DEFAULT_ROWS, 1, _MAX_ROWS),
         forward_ms=_number(pairs.get("forward_ms"), 0, 0, _MAX_FORWARD_MS),
+        measure=_number(pairs.get("measure"), 0, 0, 1) == 1,
         fault=pairs.get("fault", ""),
     )
 
@@ -84,18 +87,22 @@ class StubFamily:
         """256 columns of float32."""
         return FamilyInfo("stub", ("image", "video", "audio"), STUB_DIM, Dtype.FLOAT32, 0)
 
-    def sample(self) -> tuple[str, bytes]:
+    def samples(self) -> list[MediaItem]:
         """One row."""
-        return "image", b"stub rows=1"
+        return [MediaItem("image", (memoryview(b"stub rows=1"),))]
 
-    def inspect(self, modality: str, data: memoryview) -> ItemPlan:
+    def inspect(self, item: MediaItem) -> ItemPlan | None:
         """From the directives alone."""
-        asked = _directives(data)
+        return None if _directives(item.data).measure else self.measure(item)
+
+    def measure(self, item: MediaItem) -> ItemPlan:
+        """From the directives too."""
+        asked = _directives(item.data)
         return ItemPlan(asked.rows, [[1, asked.rows, 1]], 1, 1, asked.rows, asked.fault)
 
-    def preprocess(self, modality: str, data: memoryview, plan: ItemPlan) -> Prepared:
+    def preprocess(self, item: MediaItem, plan: ItemPlan) -> Prepared:
         """A copy of the bytes: the arena is not read during the forward."""
-        return Prepared(modality, plan, {"data": bytes(data)})
+        return Prepared(item.modality, plan, {"data": bytes(item.data)})
 
     def forward(self, batch: list[Prepared]) -> list[Rows]:
         """stub_rows of each item, after as long as the slowest of them asks for."""

@@ -5,24 +5,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
 from gpu_workers.backlog import Backlog, BatchLimits, EncodeResult
 from gpu_workers.errors import CompletionRingFull, ItemError
-from gpu_workers.families.base import ItemPlan, Prepared
+from gpu_workers.families.base import ItemPlan, MediaItem, Prepared
 from gpu_workers.faults import Faults
 from gpu_workers.jobs import Item, Job
 from gpu_workers.publish import Publisher
 from shm.errors import ErrorCode
-from shm.layout import BlockState, Completion, CompletionKind, Dtype
+from shm.layout import NO_BLOCK, BlockState, Completion, CompletionKind, Dtype
 from shm.link import ControlLink, WorkerLink, create_link
 from shm.region import Backing
 from shm.segment import SegmentReader, SegmentWriter, create_segment
 
 DIM = 8
 FAR_NS = 1 << 62
+MEDIA = MediaItem("image", (memoryview(b"x"),))
 
 
 @dataclass
@@ -33,15 +34,17 @@ class Bench:
     writer: SegmentWriter
     reader: SegmentReader
     control: ControlLink
+    woken: threading.Event = field(default_factory=threading.Event)
 
     def backlog(self, max_items: int = 8, max_patches: int = 100) -> Backlog:
-        return Backlog(self.publisher, BatchLimits(max_items, max_patches))
+        return Backlog(self.publisher, BatchLimits(max_items, max_patches), self.woken.set)
 
     def job(self, ticket: int, *patches: int, deadline_ns: int = FAR_NS) -> Job:
         """A job with one item of one row for each number of patches."""
         job = Job(ticket, deadline_ns, "image")
         for cost in patches:
-            job.add_item(memoryview(b"x"), ItemPlan(1, [[1, 1, 1]], 1, 1, cost))
+            job.add_item(MEDIA, ItemPlan(1, [[1, 1, 1]], 1, 1, cost))
+        job.lay_out_rows()
         job.block = self.writer.allocate(job.rows * DIM * 4, job.rows, DIM, Dtype.FLOAT32, b"")
         return job
 
@@ -72,6 +75,12 @@ def bench() -> Iterator[Bench]:
         )
 
 
+def begin(backlog: Backlog, job: Job) -> None:
+    """What intake does with a job of known size."""
+    backlog.open(job)
+    backlog.admit(job)
+
+
 def prepare(backlog: Backlog) -> Item:
     """Take the next item and bring it back prepared."""
     item = backlog.take_to_prepare()
@@ -98,8 +107,8 @@ def in_thread(body: Callable[[], object]) -> threading.Thread:
 
 def test_items_are_prepared_oldest_deadline_first(bench: Bench) -> None:
     backlog = bench.backlog()
-    backlog.add(bench.job(1, 1, deadline_ns=FAR_NS))
-    backlog.add(bench.job(2, 1, 1, deadline_ns=FAR_NS - 1))
+    begin(backlog, bench.job(1, 1, deadline_ns=FAR_NS))
+    begin(backlog, bench.job(2, 1, 1, deadline_ns=FAR_NS - 1))
     taken = [prepare(backlog) for _ in range(3)]
     assert [(item.job.ticket, item.index) for item in taken] == [(2, 0), (2, 1), (1, 0)]
 
@@ -107,7 +116,7 @@ def test_items_are_prepared_oldest_deadline_first(bench: Bench) -> None:
 def test_prepared_items_wait_within_a_bound(bench: Bench) -> None:
     backlog = bench.backlog(max_patches=100)
     for ticket in range(5):
-        backlog.add(bench.job(ticket, 80))
+        begin(backlog, bench.job(ticket, 80))
     prepare(backlog)
     prepare(backlog)
     waiting = in_thread(lambda: prepare(backlog))
@@ -119,14 +128,14 @@ def test_prepared_items_wait_within_a_bound(bench: Bench) -> None:
 
 def test_an_item_over_the_bound_is_prepared_alone(bench: Bench) -> None:
     backlog = bench.backlog(max_patches=10)
-    backlog.add(bench.job(1, 5000))
+    begin(backlog, bench.job(1, 5000))
     assert prepare(backlog).cost_patches == 5000
 
 
 def test_a_job_is_ready_when_its_last_item_is(bench: Bench) -> None:
     backlog = bench.backlog(max_items=1)
     job = bench.job(1, 1, 1)
-    backlog.add(job)
+    begin(backlog, job)
     prepare(backlog)
     prepare(backlog)
     deliver(backlog, batch(backlog))
@@ -141,7 +150,7 @@ def test_rows_become_visible_in_request_order_only(bench: Bench) -> None:
     backlog = bench.backlog(max_items=1)
     job = bench.job(1, 1, 1)
     assert job.block is not None
-    backlog.add(job)
+    begin(backlog, job)
     prepare(backlog)
     prepare(backlog)
     first, second = batch(backlog), batch(backlog)
@@ -154,7 +163,7 @@ def test_rows_become_visible_in_request_order_only(bench: Bench) -> None:
 def test_a_failed_job_ends_only_when_nobody_holds_an_item_of_it(bench: Bench) -> None:
     backlog = bench.backlog(max_items=1)
     job = bench.job(1, 1, 1, 1)
-    backlog.add(job)
+    begin(backlog, job)
     prepare(backlog)
     on_the_device = batch(backlog)
     decoding = backlog.take_to_prepare()
@@ -183,7 +192,7 @@ def test_a_failed_job_ends_only_when_nobody_holds_an_item_of_it(bench: Bench) ->
 
 def test_a_cancelled_job_gives_its_prepared_patches_back(bench: Bench) -> None:
     backlog = bench.backlog()
-    backlog.add(bench.job(1, 30, 30))
+    begin(backlog, bench.job(1, 30, 30))
     prepare(backlog)
     backlog.cancel(1)
     [record] = bench.records()
@@ -193,7 +202,7 @@ def test_a_cancelled_job_gives_its_prepared_patches_back(bench: Bench) -> None:
 
 def test_a_job_whose_items_are_all_on_the_device_is_not_cancelled(bench: Bench) -> None:
     backlog = bench.backlog()
-    backlog.add(bench.job(1, 1))
+    begin(backlog, bench.job(1, 1))
     prepare(backlog)
     on_the_device = batch(backlog)
     backlog.cancel(1)
@@ -203,8 +212,8 @@ def test_a_job_whose_items_are_all_on_the_device_is_not_cancelled(bench: Bench) 
 
 def test_expired_jobs_never_reach_the_device(bench: Bench) -> None:
     backlog = bench.backlog()
-    backlog.add(bench.job(1, 1, deadline_ns=time.monotonic_ns() + 20_000_000))
-    backlog.add(bench.job(2, 1))
+    begin(backlog, bench.job(1, 1, deadline_ns=time.monotonic_ns() + 20_000_000))
+    begin(backlog, bench.job(2, 1))
     prepare(backlog)
     prepare(backlog)
     while not bench.control.completions.pending():
@@ -216,8 +225,8 @@ def test_expired_jobs_never_reach_the_device(bench: Bench) -> None:
 
 def test_an_expired_job_is_failed_instead_of_prepared(bench: Bench) -> None:
     backlog = bench.backlog()
-    backlog.add(bench.job(1, 1, deadline_ns=time.monotonic_ns()))
-    backlog.add(bench.job(2, 1))
+    begin(backlog, bench.job(1, 1, deadline_ns=time.monotonic_ns()))
+    begin(backlog, bench.job(2, 1))
     assert prepare(backlog).job.ticket == 2
     assert [record.error for record in bench.records()] == [ErrorCode.DEADLINE]
 
@@ -226,7 +235,7 @@ def test_an_idle_device_starts_with_the_first_prepared_item(bench: Bench) -> Non
     backlog = bench.backlog()
     taken: list[list[Item]] = []
     device = in_thread(lambda: taken.append(batch(backlog)))
-    backlog.add(bench.job(1, 1, 1, 1))
+    begin(backlog, bench.job(1, 1, 1, 1))
     prepare(backlog)
     device.join()
     assert [item.index for item in taken[0]] == [0]
@@ -234,7 +243,7 @@ def test_an_idle_device_starts_with_the_first_prepared_item(bench: Bench) -> Non
 
 def test_takers_are_let_go_when_the_last_job_has_ended(bench: Bench) -> None:
     backlog = bench.backlog()
-    backlog.add(bench.job(1, 1))
+    begin(backlog, bench.job(1, 1))
     prepare(backlog)
     on_the_device = batch(backlog)
     backlog.finish()
@@ -252,3 +261,65 @@ def test_a_full_completion_ring_is_an_error_and_not_a_wait(bench: Bench) -> None
         bench.publisher.refused(ticket, ItemError(ErrorCode.CANCELLED))
     with pytest.raises(CompletionRingFull):
         bench.publisher.refused(16, ItemError(ErrorCode.CANCELLED))
+
+
+def test_a_job_of_unknown_size_is_measured_before_it_is_admitted(bench: Bench) -> None:
+    backlog = bench.backlog()
+    job = Job(1, FAR_NS, "image")
+    job.add_item(MEDIA, ItemPlan(1, [[1, 1, 1]], 1, 1, 7))
+    job.add_item(MEDIA, None)
+    backlog.open(job)
+    assert backlog.take_measured() is None
+    item = backlog.take_to_prepare()
+    assert item is job.items[1]
+    assert not bench.woken.is_set()
+    backlog.bring_measured(item, ItemPlan(3, [[1, 3, 1]], 1, 1, 9), 1)
+    assert bench.woken.is_set()
+    assert backlog.take_measured() is job
+    job.lay_out_rows()
+    assert [item.row_start for item in job.items] == [0, 1]
+    backlog.admit(job)
+    assert [prepare(backlog).index for _ in range(2)] == [0, 1]
+
+
+def test_a_job_that_cannot_be_measured_fails_without_a_block(bench: Bench) -> None:
+    backlog = bench.backlog()
+    job = Job(1, FAR_NS, "image")
+    job.add_item(MEDIA, None)
+    job.add_item(MEDIA, None)
+    backlog.open(job)
+    bad, good = backlog.take_to_prepare(), backlog.take_to_prepare()
+    assert bad is not None and good is not None  # noqa: PT018
+    backlog.drop_unprepared(bad, ItemError(ErrorCode.TRUNCATED))
+    assert bench.records() == []  # the other one is still held
+    backlog.bring_measured(good, ItemPlan(1, [[1, 1, 1]], 1, 1, 1), 1)
+    [record] = bench.records()
+    assert (record.kind, record.error, record.block) == (
+        CompletionKind.FAILED,
+        ErrorCode.TRUNCATED,
+        NO_BLOCK,
+    )
+    assert backlog.take_measured() is None
+
+
+def test_measuring_does_not_wait_for_prepared_items_to_go(bench: Bench) -> None:
+    backlog = bench.backlog(max_patches=10)
+    begin(backlog, bench.job(1, 5000))
+    prepare(backlog)
+    job = Job(2, FAR_NS, "image")
+    job.add_item(MEDIA, None)
+    backlog.open(job)
+    assert backlog.take_to_prepare() is job.items[0]
+
+
+def test_a_job_is_cancelled_while_it_is_being_measured(bench: Bench) -> None:
+    backlog = bench.backlog()
+    job = Job(1, FAR_NS, "image")
+    job.add_item(MEDIA, None)
+    backlog.open(job)
+    item = backlog.take_to_prepare()
+    assert item is not None
+    backlog.cancel(1)
+    assert bench.records() == []
+    backlog.bring_measured(item, ItemPlan(1, [[1, 1, 1]], 1, 1, 1), 1)
+    assert [record.error for record in bench.records()] == [ErrorCode.CANCELLED]

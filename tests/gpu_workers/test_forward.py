@@ -11,7 +11,7 @@ from gpu_workers.backlog import Backlog, BatchLimits
 from gpu_workers.deliver import Deliverer, Encoded
 from gpu_workers.device import Failure, PlainDevice
 from gpu_workers.errors import DeviceLost, ItemError
-from gpu_workers.families.base import Prepared, Rows
+from gpu_workers.families.base import MediaItem, Prepared, Rows
 from gpu_workers.families.stub import StubFamily, stub_rows
 from gpu_workers.faults import Faults
 from gpu_workers.forward import DeviceLoop
@@ -61,7 +61,7 @@ def link() -> Iterator[WorkerLink]:
 
 def device_loop(link: WorkerLink, family: StubFamily, device: PlainDevice) -> DeviceLoop:
     faults = Faults([])
-    backlog = Backlog(Publisher(link, faults), BatchLimits(64, 100_000))
+    backlog = Backlog(Publisher(link, faults), BatchLimits(64, 100_000), lambda: None)
     heart = Heart(link)
     return DeviceLoop(backlog, family, device, Deliverer(backlog, device, heart), heart, faults)
 
@@ -70,9 +70,10 @@ def prepared_items(family: StubFamily, *contents: bytes) -> list[Item]:
     job = Job(ticket=1, deadline_ns=1, modality="image")
     for content in contents:
         data = memoryview(content)
-        plan = family.inspect("image", data)
-        job.add_item(data, plan)
-        job.items[-1].prepared = family.preprocess("image", data, plan)
+        media = MediaItem("image", (data,))
+        plan = family.measure(media)
+        job.add_item(media, plan)
+        job.items[-1].prepared = family.preprocess(media, plan)
     return job.items
 
 

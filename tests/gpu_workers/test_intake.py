@@ -9,7 +9,7 @@ import pytest
 from gpu_workers.families.stub import STUB_DIM, stub_rows
 from shm.errors import ErrorCode
 from shm.layout import NO_BLOCK, BlockState, CompletionKind
-from shm.messages import ItemSource, RequestMetadata
+from shm.messages import ItemSource, Part, RequestMetadata
 from tests.gpu_workers.harness import Harness, Outcome
 
 StartWorker = Callable[..., Harness]
@@ -46,6 +46,7 @@ def test_a_passed_deadline_is_refused_at_the_take(worker: Harness) -> None:
         (msgspec.msgpack.encode(RequestMetadata("image", [ItemSource(100, 4096)])), 1),
         (msgspec.msgpack.encode(RequestMetadata("image", [ItemSource(-1, 10)])), 1),
         (msgspec.msgpack.encode(RequestMetadata("image", [ItemSource(100, -1)])), 1),
+        (msgspec.msgpack.encode(RequestMetadata("video", [ItemSource(0, 9, "frames", [Part(510, 3)])])), 1),
     ],
 )
 def test_metadata_that_makes_no_sense_fails_its_ticket_alone(
@@ -129,3 +130,36 @@ def test_a_failed_block_is_reclaimed_like_any_other(start_worker: StartWorker) -
         assert end.error == ErrorCode.DECODE_FAILED
         worker.reclaim(end)
     assert worker.outcome(HALF_OF_IT).end.kind is CompletionKind.READY
+
+
+def test_an_item_whose_header_does_not_tell_its_size_is_measured_first(worker: Harness) -> None:
+    unknown, known = b"stub rows=3 measure=1", b"stub rows=2"
+    end = worker.outcome(unknown, known, unknown).end
+    assert end.kind is CompletionKind.READY
+    expected = np.concatenate([stub_rows(unknown), stub_rows(known), stub_rows(unknown)])
+    assert np.array_equal(worker.rows(end), expected)
+
+
+def test_measuring_one_item_does_not_keep_others_waiting(start_worker: StartWorker) -> None:
+    worker = start_worker(max_batch_items=1)
+    worker.submit(b"stub fault=hang-in-forward")
+    measured = worker.submit(b"stub measure=1")
+    other = worker.submit(b"stub rows=2")
+    assert worker.shape_of(other).rows == 2
+    assert worker.shape_of(measured).rows == 16
+
+
+def test_what_is_found_too_large_when_measured_is_refused(start_worker: StartWorker) -> None:
+    worker = start_worker(segment_bytes=SMALL_SEGMENT_BYTES)
+    outcome = worker.outcome(b"stub measure=1 rows=4096")
+    assert_failed(outcome, ErrorCode.TOO_LARGE_FOR_SEGMENT)
+    assert outcome.shape_known is None
+
+
+def test_a_list_of_frames_is_one_item_of_several_files(worker: Harness) -> None:
+    first, second = b"stub rows=2", b"the second frame"
+    source = ItemSource(256, 100, "frames", [Part(256, len(first)), Part(320, len(second))])
+    metadata = msgspec.msgpack.encode(RequestMetadata("video", [source]))
+    parts = [(ItemSource(256, len(first)), first), (ItemSource(320, len(second)), second)]
+    end = worker.outcome_of(worker.submit_raw(metadata, parts, nbytes=512, item_count=1)).end
+    assert np.array_equal(worker.rows(end), stub_rows(first))

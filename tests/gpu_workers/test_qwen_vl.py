@@ -14,6 +14,7 @@ from PIL import Image
 
 from gpu_workers.errors import ConfigurationError, ItemError
 from gpu_workers.families import qwen_vl
+from gpu_workers.families.base import MediaItem
 from gpu_workers.families.qwen_vl import QwenVl
 from shm.errors import ErrorCode
 from shm.layout import CompletionKind, Dtype
@@ -38,14 +39,19 @@ def png(image: Image.Image) -> memoryview:
     return memoryview(file.getvalue())
 
 
+def picture_item(data: memoryview) -> MediaItem:
+    return MediaItem("image", (data,))
+
+
 def load(checkpoint: Path, model_type: str, dtype: str = "auto") -> QwenVl:
     config = worker_config(checkpoint=str(checkpoint), tower="auto", dtype=dtype)
     return qwen_vl.load(config, torch.device("cpu"), model_type)
 
 
 def encode(family: QwenVl, *items: memoryview) -> list[torch.Tensor]:
-    plans = [family.inspect("image", item) for item in items]
-    prepared = [family.preprocess("image", item, plan) for item, plan in zip(items, plans, strict=True)]
+    media = [picture_item(item) for item in items]
+    plans = [family.inspect(item) for item in media]
+    prepared = [family.preprocess(item, plan) for item, plan in zip(media, plans, strict=True)]
     rows = family.forward(prepared)
     assert [tuple(tensor.shape) for tensor in rows] == [(plan.rows, family.info().dim) for plan in plans]
     return [torch.as_tensor(tensor).clone() for tensor in rows]
@@ -108,7 +114,7 @@ def test_the_plan_from_the_header_is_the_processors_grid(
     family: QwenVl, reference: Reference, height: int, width: int
 ) -> None:
     image = picture(height, width)
-    plan = family.inspect("image", png(image))
+    plan = family.inspect(picture_item(png(image)))
     assert plan.grids == reference.grid(image)
     assert (plan.width, plan.height) == (width, height)
     assert plan.rows == plan.cost_patches // 4
@@ -148,10 +154,10 @@ def test_deepstack_levels_make_the_rows_wider(tiny_checkpoints: dict[str, Path])
 
 def test_an_aspect_ratio_over_200_is_refused_with_both_numbers(family: QwenVl) -> None:
     with pytest.raises(ItemError) as refusal:
-        family.inspect("image", png(picture(1, 201)))
+        family.inspect(picture_item(png(picture(1, 201))))
     error = refusal.value
     assert (error.code, error.value, error.limit) == (ErrorCode.ASPECT_RATIO, 201, 200)
-    assert family.inspect("image", png(picture(1, 200))).rows > 0
+    assert family.inspect(picture_item(png(picture(1, 200)))).rows > 0
 
 
 def accepted_cases() -> list[Any]:
@@ -171,11 +177,11 @@ def test_the_recorded_grids_and_pixel_values_of_the_cases_hold(
 ) -> None:
     facts = case["expect"]["facts"]["hf"][name]
     family = loaded(name)
-    plan = family.inspect("image", read(case))
+    plan = family.inspect(picture_item(read(case)))
     assert plan.grids == [facts["grid_thw"]]
     assert plan.rows == facts["tokens"]
     recorded = facts["torchvision_backend"]
-    values = family.preprocess("image", read(case), plan).features["pixel_values"]
+    values = family.preprocess(picture_item(read(case)), plan).features["pixel_values"]
     assert isinstance(values, torch.Tensor)
     assert list(values.shape) == recorded["pixel_values_shape"]
     tolerance = 5 * max(pixel["tol"] for pixel in case["expect"]["facts"]["rgb"]["pixels"]) / 255 + 1e-3
@@ -196,7 +202,7 @@ def test_cases_that_these_families_refuse_are_refused(
     for name in case["families"]:
         if name in ("qwen2_vl", "qwen3_vl"):
             with pytest.raises(ItemError):
-                loaded(name).inspect("image", read(case))
+                loaded(name).inspect(picture_item(read(case)))
 
 
 def test_a_checkpoint_without_its_processor_is_a_configuration_error(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gpu_workers.errors import ItemError
+from gpu_workers.families.base import MediaItem
 from gpu_workers.families.stub import STUB_DIM, StubFamily, stub_rows
 from shm.errors import ErrorCode
 
@@ -36,12 +37,12 @@ def test_different_bytes_give_different_rows() -> None:
 
 
 def test_the_size_is_known_from_the_directives() -> None:
-    plan = StubFamily().inspect("image", memoryview(b"stub rows=5 fault=exit-on-take"))
+    plan = StubFamily().measure(MediaItem("image", (memoryview(b"stub rows=5 fault=exit-on-take"),)))
     assert (plan.rows, plan.grids, plan.fault) == (5, [[1, 5, 1]], "exit-on-take")
 
 
 @pytest.mark.parametrize("directive", [b"rows=0", b"rows=-1", b"rows=x", b"rows=99999999", b"forward_ms=1e3"])
 def test_directives_that_make_no_sense_are_refused(directive: bytes) -> None:
     with pytest.raises(ItemError) as refusal:
-        StubFamily().inspect("image", memoryview(b"stub " + directive))
+        StubFamily().inspect(MediaItem("image", (memoryview(b"stub " + directive),)))
     assert refusal.value.code is ErrorCode.DECODE_FAILED
