@@ -12,6 +12,7 @@ import contextlib
 import os
 import select
 import socket
+import struct
 import threading
 import weakref
 from collections import deque
@@ -74,6 +75,7 @@ def connect(path: str = DEFAULT_PATH, *, timeout: float = 5.0) -> "Session":
                 raise SessionClosed(
                     f"the daemon speaks layout {greeting.layout_version}, not {LAYOUT_VERSION}"
                 )
+            _set_timeout(connection, timeout)
             session = Session(connection, greeting, received)
         undo.pop_all()
     return session
@@ -111,6 +113,7 @@ class Session:
     def __init__(self, connection: socket.socket, welcome: Welcome, received: _Descriptors) -> None:
         self._connection = connection
         self._welcome = welcome
+        self._check_daemon = partial(_check_alive, connection)
         self._lock = threading.Lock()  # one question and its answer on the socket at a time
         self._closed = False
         self._views: weakref.WeakSet[View] = weakref.WeakSet()
@@ -134,18 +137,14 @@ class Session:
         if known.boot_id != self._welcome.boot_id:
             raise StaleHandle("the handle is from another run of the daemon")
         self._releases.flush()
-        with self._lock, ExitStack() as undo:
+        with self._lock:
             lease = self._ask(known).lease
             self._releases.begin(lease)
-            end_lease = partial(self._releases.end, lease)
-            undo.callback(end_lease)
-            segment = self._segments.get((known.segment, known.epoch))
-            if segment is None:
-                raise SessionClosed("the daemon granted a lease in a segment that it never passed")
-            header = leased_header(segment[1], known)
-            check_daemon = partial(_check_alive, self._connection)
-            view = View(known, segment[1], header, end_lease=end_lease, check_daemon=check_daemon)
-            undo.pop_all()
+            try:
+                view = self._view(known, lease)
+            except BaseException:
+                self._releases.end(lease)
+                raise
             self._views.add(view)
         return view
 
@@ -209,6 +208,20 @@ class Session:
     ) -> None:
         self.close()
 
+    def _view(self, handle: Handle, lease: int) -> View:
+        """The leased block, mapped and checked against the handle."""
+        segment = self._segments.get((handle.segment, handle.epoch))
+        if segment is None:
+            raise SessionClosed("the daemon granted a lease in a segment that it never passed")
+        reader = segment[1]
+        return View(
+            handle,
+            reader,
+            leased_header(reader, handle),
+            end_lease=partial(self._releases.end, lease),
+            check_daemon=self._check_daemon,
+        )
+
     def _ask(self, handle: Handle) -> Attached:
         """One attach on the socket, and the segment mapped if it is new. Holds the lock."""
         if self._closed:
@@ -219,12 +232,14 @@ class Session:
             answer, descriptors = recv_datagram(self._connection, _ANSWERS, 1)
         except (OverflowError, ValueError):
             raise StaleHandle("a handle with numbers or a nonce that no daemon gives out") from None
-        except TimeoutError:
+        except BlockingIOError:  # the timeout, see _set_timeout
             # A late answer would be taken for the next question's: this conversation is over.
             self._connection.shutdown(socket.SHUT_RDWR)
             raise SessionClosed("the daemon did not answer in time") from None
         except OSError as error:
             raise SessionClosed(f"the session is broken ({type(error).__name__})") from None
+        if isinstance(answer, Attached) and answer.grant is None and not descriptors:
+            return answer
         with _Descriptors(descriptors) as received:
             if isinstance(answer, Refused):
                 raise _refused(answer.reason)
@@ -277,6 +292,15 @@ def _parsed(handle: Mapping[str, Any]) -> Handle:
         return msgspec.convert(handle, Handle)
     except msgspec.ValidationError as error:
         raise StaleHandle(f"not a handle: {error}") from None
+
+
+def _set_timeout(connection: socket.socket, timeout: float) -> None:
+    """Let the kernel count the time: Python's own timeout costs a poll() before every call."""
+    seconds, fraction = divmod(timeout, 1)
+    timeval = struct.pack("@ll", int(seconds), int(fraction * 1e6))
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
 
 def _refused(reason: str) -> Exception:

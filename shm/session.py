@@ -155,19 +155,23 @@ def recv_datagram(
         data, descriptors, flags = _receive(connection, max_descriptors)
     except ConnectionResetError:
         raise SessionClosed("the other end of the session is gone") from None
-    with ExitStack() as undo:
+    try:
+        return _decoded(data, flags, decoder), descriptors
+    except SessionClosed:
         for descriptor in descriptors:
-            undo.callback(os.close, descriptor)
-        if not data:
-            raise SessionClosed("the other end closed the session")
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise SessionClosed("a datagram longer than the protocol allows")
-        try:
-            message = decoder.decode(data)
-        except msgspec.MsgspecError:
-            raise SessionClosed("a datagram that is no message of this protocol") from None
-        undo.pop_all()
-    return message, descriptors
+            os.close(descriptor)
+        raise
+
+
+def _decoded(data: bytes, flags: int, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
+    if not data:
+        raise SessionClosed("the other end closed the session")
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        raise SessionClosed("a datagram longer than the protocol allows")
+    try:
+        return decoder.decode(data)
+    except msgspec.MsgspecError:
+        raise SessionClosed("a datagram that is no message of this protocol") from None
 
 
 def _receive(connection: socket.socket, max_descriptors: int) -> tuple[bytes, list[int], int]:

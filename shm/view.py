@@ -28,6 +28,7 @@ _NUMPY_DTYPES: Final[dict[Dtype, type[np.generic]]] = {
     Dtype.FLOAT16: np.float16,
     Dtype.BFLOAT16: np.uint16,
 }
+_LABELS: Final = {int(dtype): dtype.label for dtype in Dtype}
 _WAIT_SLICE_NS: Final = 1_000_000_000
 
 
@@ -35,8 +36,8 @@ class View:
     """One leased block: rows x dim elements of dtype, read-only, not copied.
 
     Arrays and tensors taken from a view are valid until its release: copy what must outlive it, and call
-    check() after the copy. Every method raises StaleHandle once the view is released, its session is closed,
-    or (invariant broken elsewhere) the block has another generation than the handle.
+    check() after the copy. Every method raises StaleHandle once the view is released or its session is
+    closed; check() also when, against the daemon's promise, the block is another request's by now.
 
     Made by Session.attach. end_lease is called exactly once; check_daemon raises when the daemon is gone.
     """
@@ -55,6 +56,7 @@ class View:
         self.dim: Final = header.dim
         self.dtype: Final = Dtype(header.dtype)
         self.nbytes: Final = header.nbytes
+        self._header = header
         self._check_daemon = check_daemon
         self._metadata: BlockMetadata | None = None
         # Everything that is taken from the view holds this array alive, through the memoryview over it: when
@@ -166,12 +168,15 @@ class View:
 
     def _current_header(self) -> BlockHeader:
         """The block's header, which is this handle's and has not failed."""
-        return leased_header(self._reader(), self.handle)
+        self._header = leased_header(self._reader(), self.handle)
+        return self._header
 
     def _ready_rows(self) -> tuple[memoryview, int]:
         """The payload, and how many of its rows may be shown: what lies behind them is not ours yet."""
-        header = self._current_header()
-        return self._still_leased()[1], _rows_ready(header)
+        payload = self._still_leased()[1]
+        # READY is final while the lease lasts, so it is looked up once.
+        header = self._header if self._header.state == BlockState.READY else self._current_header()
+        return payload, _rows_ready(header)
 
     def _sleep_until_change(self, seen: BlockHeader, deadline_ns: int | None) -> None:
         """One futex wait. In slices, because a daemon that dies closes the socket but wakes no futex."""
@@ -191,7 +196,7 @@ def leased_header(reader: SegmentReader, handle: Handle) -> BlockHeader:
     header = reader.header(handle.block)
     if header.generation != handle.generation or header.state in (BlockState.FREE, BlockState.RETIRED):
         raise StaleHandle("the block belongs to another request now")
-    shape = (header.offset, header.nbytes, header.rows, header.dim, Dtype(header.dtype).label)
+    shape = (header.offset, header.nbytes, header.rows, header.dim, _LABELS[header.dtype])
     if shape != (handle.offset, handle.nbytes, handle.rows, handle.dim, handle.dtype):
         raise StaleHandle("the handle describes another block")
     if header.state == BlockState.FAILED:

@@ -5,8 +5,9 @@ and answers each with one line. Used by the tests of the client and by the hand-
 AttachServer in tests.bench.attach_process.
 """
 
+import os
 import secrets
-import selectors
+import select
 import socket
 import sys
 from collections.abc import Callable
@@ -90,6 +91,8 @@ class Stall(msgspec.Struct, frozen=True, tag=True):
     stalled: bool
 
 
+_ATTACHES = msgspec.msgpack.Decoder(Attach)
+
 Command = Fill | Grant | Publish | Ready | Fail | LoseWorker | Reclaim | SetCap | AwaitLeases | Stall
 
 
@@ -122,7 +125,7 @@ class Connection:
 
 
 class Server:
-    """Control and worker in one; one thread, driven by its selector."""
+    """Control and worker in one; one thread, driven by its epoll."""
 
     def __init__(self, path: str, segment_bytes: int, backing: Backing) -> None:
         self._boot_id = secrets.token_bytes(16)
@@ -137,7 +140,9 @@ class Server:
         self._cap_bytes = sys.maxsize
         self._next_lease = 1
         self._stalled = False
-        self._selector = selectors.DefaultSelector()
+        self._ended = False
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Callable[[], None]] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(path)
         self._listener.listen()
@@ -145,19 +150,23 @@ class Server:
 
     def run(self) -> None:
         """Until stdin ends."""
-        self._watch(self._listener, self._accept)
-        self._selector.register(sys.stdin, selectors.EVENT_READ, None)
+        self._watch(self._listener.fileno(), self._accept)
+        self._watch(sys.stdin.fileno(), self._obey)
         self._answer("listening")
-        while True:
-            for key, _ in self._selector.select():
-                if key.data is not None:
-                    key.data()
-                elif not self._obey(sys.stdin.buffer.readline()):
-                    return
-            self._answer_awaited()
+        while not self._ended:
+            for fd, _ in self._epoll.poll():
+                if fd in self._handlers:  # it may have gone in this very round
+                    self._handlers[fd]()
+            if self._awaited:
+                self._answer_awaited()
 
-    def _watch(self, source: socket.socket | int, handler: Callable[[], None]) -> None:
-        self._selector.register(source, selectors.EVENT_READ, handler)
+    def _watch(self, fd: int, handler: Callable[[], None]) -> None:
+        self._epoll.register(fd, select.EPOLLIN)
+        self._handlers[fd] = handler
+
+    def _forget(self, fd: int) -> None:
+        self._epoll.unregister(fd)
+        del self._handlers[fd]
 
     def _answer(self, value: object) -> None:
         sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
@@ -176,14 +185,14 @@ class Server:
         )
         send_datagram(peer, welcome, [*regions.descriptors, self._read_only_fd])
         regions.releases.arm()
-        self._watch(peer, partial(self._attach, connection))
+        self._watch(peer.fileno(), partial(self._attach, connection))
         self._watch(regions.bell, partial(self._releases, connection))
 
     def _attach(self, connection: Connection) -> None:
         if self._stalled:
             return
         try:
-            question, _ = recv_datagram(connection.peer, msgspec.msgpack.Decoder(Attach), 0)
+            question, _ = recv_datagram(connection.peer, _ATTACHES, 0)
             self._answer_attach(connection, question)
         except SessionClosed:
             self._hang_up(connection)
@@ -206,8 +215,7 @@ class Server:
             send_datagram(connection.peer, Attached(lease, grant), [self._read_only_fd])
 
     def _releases(self, connection: Connection) -> None:
-        if connection not in self._connections:
-            return  # it hung up in this very round
+        os.eventfd_read(connection.regions.bell)
         releases = connection.regions.releases
         while True:
             while (slot := releases.try_take()) is not None:
@@ -217,8 +225,8 @@ class Server:
 
     def _hang_up(self, connection: Connection) -> None:
         self._connections.remove(connection)
-        self._selector.unregister(connection.peer)
-        self._selector.unregister(connection.regions.bell)
+        self._forget(connection.peer.fileno())
+        self._forget(connection.regions.bell)
         connection.peer.close()
         connection.regions.close()
 
@@ -228,15 +236,16 @@ class Server:
 
     # --- commands ---
 
-    def _obey(self, line: bytes) -> bool:
+    def _obey(self) -> None:
+        line = sys.stdin.buffer.readline()
         if not line:
-            return False
+            self._ended = True
+            return
         command = msgspec.json.decode(line, type=Command)
         if isinstance(command, AwaitLeases):
             self._awaited.append(command.count)
         else:
             self._answer(self._carry_out(command))
-        return True
 
     def _carry_out(self, command: Command) -> object:
         match command:
