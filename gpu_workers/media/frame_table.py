@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import av
@@ -21,12 +22,15 @@ from av.video.stream import VideoStream
 
 from gpu_workers.errors import ItemError
 from gpu_workers.media.container import open_container, video_stream
+from gpu_workers.media.h264 import holds_idr
 from shm.errors import ErrorCode
 
 # Decoders that give one frame for each packet. VP8 hides frames, MPEG-4 in AVI packs two into one packet.
 _PACKET_IS_FRAME: Final = frozenset(
     ("h264", "hevc", "vp9", "libvpx-vp9", "av1", "libdav1d", "libaom-av1", "mjpeg", "prores", "ffv1")
 )
+# Where packets carry true presentation times. AVI numbers them in decoding order.
+_TIMED_FORMATS: Final = frozenset(("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "mpegts", "flv"))
 # Ending one run of packets and starting another costs about as much as decoding this many between them.
 _GAP_WORTH_SKIPPING: Final = 8
 _QUARTER_TURNS: Final = 4
@@ -37,7 +41,7 @@ class Packed(NamedTuple):
     """One packet of the video stream, in the file's (decoding) order. pts in units of the time base."""
 
     pts: int | None
-    is_keyframe: bool
+    is_keyframe: bool  # decoding can start here and be exact
     is_hidden: bool  # decoded for the others' sake and not shown: an edit list
     is_corrupt: bool
 
@@ -187,7 +191,9 @@ def _scan(
     try:
         for packet in container.demux(stream):
             if packet.size:
-                packets.append(Packed(packet.pts, packet.is_keyframe, packet.is_discard, packet.is_corrupt))
+                packets.append(
+                    Packed(packet.pts, _starts_afresh(packet), packet.is_discard, packet.is_corrupt)
+                )
             if first is None:
                 first = _try_first(packet)
     except av.FFmpegError:  # the container is damaged from here on
@@ -204,10 +210,19 @@ def _try_first(packet: "Packet[VideoStream]") -> FirstFrame | None:
     return FirstFrame.of(frames[0]) if frames else None
 
 
+def _starts_afresh(packet: "Packet[VideoStream]") -> bool:
+    """Whether what follows refers to nothing before. H.264 files also flag pictures from which a decoder
+    recovers step by step; only an IDR picture will do."""
+    if not packet.is_keyframe or packet.stream.codec_context.name != "h264":
+        return packet.is_keyframe
+    return holds_idr(bytes(packet), packet.stream.codec_context.extradata)
+
+
 def _is_plain(stream: VideoStream, packets: Sequence[Packed], pts: Sequence[int]) -> bool:
     """Whether a decoder will give exactly the frames of these packets."""
     return (
         stream.codec_context.name in _PACKET_IS_FRAME
+        and stream.container.format.name in _TIMED_FORMATS
         and len(pts) > 0
         and stream.frames in (0, len(packets))
         and packets[0].is_keyframe
@@ -230,7 +245,7 @@ def _count(data: memoryview, max_seconds: int) -> FrameTable:
             _check_length(_seconds_after(pts[0], frame.pts, len(pts) - 1, stream), max_seconds)
         if first is None:
             raise ItemError(ErrorCode.DECODE_FAILED)
-        times_s = [_seconds_after(pts[0], value, index, stream) for index, value in enumerate(pts)]
+        times_s = _seconds(pts, stream)
         return _table(stream, first, pts=[], times_s=times_s, packets=[])
 
 
@@ -253,8 +268,12 @@ def _table(
     )
 
 
-def _seconds(pts: Sequence[int], stream: VideoStream) -> list[float]:
-    return [_seconds_after(pts[0], value, index, stream) for index, value in enumerate(pts)]
+def _seconds(pts: Sequence[int | None], stream: VideoStream) -> list[float]:
+    """Presentation times of frames in display order; by the frame rate if the file's go back or stand."""
+    times_s = [_seconds_after(pts[0], value, index, stream) for index, value in enumerate(pts)]
+    if all(earlier < later for earlier, later in pairwise(times_s)):
+        return times_s
+    return [float(index / frame_rate(stream)) for index in range(len(pts))]
 
 
 def _seconds_after(first: int | None, pts: int | None, index: int, stream: VideoStream) -> float:
