@@ -56,7 +56,9 @@ def media_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def qwen(checkpoints: dict[str, Path], media_root: Path) -> Iterator[Daemon]:
     """Two real workers with a tiny Qwen2-VL tower in float32, and everything that media may come from."""
-    options = ("--dtype", "float32", "--allow-private-media", "--allowed-local-media-path", str(media_root))
+    media = ("--allow-private-media", "--allowed-local-media-path", str(media_root))
+    # The case runner attaches nothing: what it leaves goes back when the handles' time is over.
+    options = ("--dtype", "float32", "--lease-timeout", "10", *media)
     with Daemon(str(checkpoints["qwen2_vl"]), *SMALL_MEMORY, *options) as daemon:
         yield daemon
 

@@ -126,7 +126,20 @@ class Daemon:
     def wait_ready(self) -> None:
         """READY=1 says that one worker is ready; then until all are."""
         self.wait_notified("READY=1")
-        until(self.http.all_ready, "all workers ready")
+        self.wait_all_ready()
+
+    def wait_all_ready(self) -> None:
+        """Until every place has a ready worker.
+
+        Between two questions this waits for the daemon's end: the cores are left to the workers that load.
+        """
+
+        def holds() -> bool:
+            ended, _, _ = select.select([self._pidfd], [], [], 0.02)
+            assert not ended, f"the daemon ended with {self.process.wait()}\n{self.tail()}"
+            return self.http.all_ready()
+
+        until(holds, "all workers ready")
 
     def tail(self) -> str:
         """The end of the log, for failure messages."""

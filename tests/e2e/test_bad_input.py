@@ -197,7 +197,7 @@ def test_a_chunked_body_over_96_mib_is_refused_while_it_comes(qwen: Daemon) -> N
     else:
         answer.check_problem(413)
     assert qwen.http.get("/livez").status == 200
-    assert qwen.http.encode(PNG).status == 200
+    assert qwen.http.release(qwen.http.encode(PNG).handle).status == 200
 
 
 def test_a_body_of_a_compressed_encoding_is_refused(qwen: Daemon) -> None:

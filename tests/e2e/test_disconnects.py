@@ -64,7 +64,7 @@ def test_a_client_that_vanishes_before_its_request_is_whole_leaves_nothing(
 def test_a_client_that_vanishes_during_the_forward_gives_its_block_back(
     stub: Daemon, stub_session: Session, leave: Callable[[socket.socket], None]
 ) -> None:
-    until(lambda: stub.http.all_ready(), "both ready")
+    stub.wait_all_ready()
     connection = stub.tcp.raw_socket()
     connection.sendall(request_bytes(stub_item(rows=300, forward_ms=400)))
     until(lambda: stub.http.in_flight() == 1, "the request at a worker")
@@ -108,23 +108,17 @@ def test_a_client_that_never_reads_its_answer_holds_it_only_as_long_as_a_handle_
     wait_all_free(hasty_stub.attach_socket)
 
 
-def test_a_half_sent_body_is_answered_or_closed_after_its_own_limit(stub: Daemon) -> None:
-    """The socket's own time-out is longer than the daemon's 10 s: this read blocks until the daemon acts."""
-    connection = stub.tcp.raw_socket()
+def test_half_sent_requests_are_ended_by_the_daemons_own_limits(stub: Daemon) -> None:
+    """5 s for the headers, 10 s between two pieces of a body: each read blocks until the daemon acts."""
     message = request_bytes(stub_item())
-    connection.sendall(message[:-5])
-    answer = connection.recv(64)
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 408")
-    connection.close()
+    with stub.tcp.raw_socket() as slow_header, stub.tcp.raw_socket() as slow_body:
+        slow_header.sendall(b"POST /encode HTTP/1.1\r\nHost: x\r\n")
+        slow_body.sendall(message[:-5])
+        answer = slow_header.recv(64)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
+        answer = slow_body.recv(64)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 408")
     until(lambda: stub.http.arena_is_free(), "the arena free")
-
-
-def test_a_half_sent_header_is_closed_after_its_own_limit(stub: Daemon) -> None:
-    connection = stub.tcp.raw_socket()
-    connection.sendall(b"POST /encode HTTP/1.1\r\nHost: x\r\n")
-    answer = connection.recv(64)
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
-    connection.close()
 
 
 def test_a_block_of_a_vanished_client_is_not_ready_for_anyone(stub: Daemon) -> None:

@@ -21,7 +21,7 @@ DEADLINE = "X-Request-Timeout-Ms"
 def test_a_deadline_that_passes_during_the_forward_is_504_and_frees_everything(
     stub: Daemon, stub_session: Session
 ) -> None:
-    until(lambda: stub.http.all_ready(), "both ready")
+    stub.wait_all_ready()
     answer = stub.http.encode(stub_item(forward_ms=600), req_id="late", headers={DEADLINE: "100"})
     answer.check_problem(504, req_id="late")
     until(lambda: stub.http.in_flight() == 0, "the worker done")
@@ -150,7 +150,7 @@ def test_both_listeners_serve_the_same(stub: Daemon, stub_session: Session) -> N
 # --- probes ---
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/health_generate"])
 def test_probes_are_200_while_the_daemon_works(stub: Daemon, path: str) -> None:
-    until(lambda: stub.http.all_ready(), "both ready")
+    stub.wait_all_ready()
     assert stub.http.get(path).status == 200
 
 
