@@ -50,6 +50,9 @@ static bool held_still(const struct block_header *header, const struct block_fie
 
 bool block_load(const struct block_header *header, struct block_fields *fields)
 {
+    /* PAIRS: header.refill. A caller that has just copied rows asks whether they were still its own: those
+     * reads come before this look, so a row of the block's next owner brings that owner's FREE with it. */
+    atomic_thread_fence(memory_order_acquire);
     for (int attempt = 0; attempt < LOAD_ATTEMPTS; attempt++) {
         /* PAIRS: header.change_seq. Read before the state: a waiter that saw the old state waits on the old
          * number, so it cannot sleep through the bump that follows. */
