@@ -226,19 +226,20 @@ class SegmentReader:
     """Reads headers, metadata and payloads; copies every word once and checks it before use."""
 
     def __init__(self, region: Region) -> None:
-        self._region = region
+        self._memory = region.memory
+        self._region = region.header
         self._view = region.view.toreadonly()
 
     @property
     def block_count(self) -> int:
         """How many blocks the segment's table has."""
-        return self._region.header.capacity
+        return self._region.capacity
 
     def header(self, block: int) -> BlockHeader:
         """A consistent, range-checked copy. RegionCorrupt for an impossible header or block number."""
-        if not 0 <= block < self.block_count:
+        if not 0 <= block < self._region.capacity:
             raise RegionCorrupt(f"block {block} of {self.block_count}")
-        header = BlockHeader.unpack(_core.header_load(self._region.memory, block_header_offset(block)))
+        header = BlockHeader.unpack(_core.header_load(self._memory, block_header_offset(block)))
         problem = "" if header.state == BlockState.FREE else self._problem(header)
         if problem:
             raise RegionCorrupt(f"the {problem} in the header of block {block} is impossible")
@@ -255,15 +256,15 @@ class SegmentReader:
 
     def wait_change(self, block: int, seen_change_seq: int, timeout_ns: int) -> bool:
         """Sleep until the block's header changes from what header() returned. False at the timeout."""
-        return _core.header_wait(self._region.memory, block_header_offset(block), seen_change_seq, timeout_ns)
+        return _core.header_wait(self._memory, block_header_offset(block), seen_change_seq, timeout_ns)
 
     def abandoned(self) -> bool:
         """True once control has given this segment up: no lease in it exists any more."""
-        return _core.word_load(self._region.memory, VERSION_OFFSET) == 0
+        return _core.word_load(self._memory, VERSION_OFFSET) == 0
 
     def _problem(self, header: BlockHeader) -> str:
         """The first field that cannot be, or nothing. Each number is bounded before it is used in a sum."""
-        region = self._region.header
+        region = self._region
         if header.state not in _STATES:
             return "state"
         if header.epoch != region.epoch:

@@ -28,6 +28,7 @@ _NUMPY_DTYPES: Final[dict[Dtype, type[np.generic]]] = {
     Dtype.FLOAT16: np.float16,
     Dtype.BFLOAT16: np.uint16,
 }
+_DTYPES: Final = {int(dtype): dtype for dtype in Dtype}
 _LABELS: Final = {int(dtype): dtype.label for dtype in Dtype}
 _WAIT_SLICE_NS: Final = 1_000_000_000
 
@@ -54,7 +55,7 @@ class View:
         self.handle: Final = handle
         self.rows: Final = header.rows
         self.dim: Final = header.dim
-        self.dtype: Final = Dtype(header.dtype)
+        self.dtype: Final = _DTYPES[header.dtype]
         self.nbytes: Final = header.nbytes
         self._header = header
         self._check_daemon = check_daemon
