@@ -57,12 +57,12 @@ lint: $(INSTALLED)
 
 .PHONY: clean
 clean:
-	rm -rf $(VENV) build *.egg-info shm/*.so
+	rm -rf $(VENV) build *.egg-info shm/*.so gpu_workers/*.so
 
 # --- installation ---
 
 # Renewed when the requirements or the C code change. An interrupted installation goes on where it stopped.
-$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard shm/csrc/*)
+$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard shm/csrc/* gpu_workers/csrc/*)
 	@$(check_python)
 	@$(check_compiler)
 	@$(check_disk)

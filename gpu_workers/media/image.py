@@ -123,7 +123,7 @@ class ImageReader:
             return ImageSize(width, height)
 
     def rgb(self, data: memoryview) -> RgbPixels:
-        """The pixels, (height, width, 3), of exactly size(data). ItemError also for damage further on."""
+        """The pixels, (height, width, 3), read-only, of exactly size(data). ItemError for damage later on."""
         with self._open(data) as image:
             orientation = _orientation(image, data)
             _load(image)
@@ -131,7 +131,7 @@ class ImageReader:
             if image.format != "TIFF" and orientation in _TRANSPOSE:  # Pillow itself turns TIFFs upright
                 upright = image.transpose(_TRANSPOSE[orientation])
             try:
-                return np.array(self._to_rgb(upright))
+                return np.asarray(self._to_rgb(upright))
             except (ValueError, OSError):  # a mode that Pillow cannot convert, such as LAB
                 raise ItemError(ErrorCode.UNSUPPORTED_FORMAT) from None
 
@@ -157,7 +157,7 @@ class ImageReader:
         if image.mode in ("I", "I;16", "I;16B", "I;16L", "I;16N"):
             return _eight_bit(image).convert("RGB")
         if self._background == "drop" or not image.has_transparency_data:
-            return image.convert("RGB")
+            return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
         below = Image.new("RGBA", image.size, self._background)
         return Image.alpha_composite(below, image.convert("RGBA")).convert("RGB")
 
