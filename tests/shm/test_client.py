@@ -55,7 +55,7 @@ def test_many_leases_come_and_go_and_none_is_left(server: AttachServer, session:
         with session.attach(handle) as view:
             assert view.rows_ready == 4
     server.await_leases(0)
-    assert session.statistics() == (0, 1, 0)
+    assert session.statistics() == (0, 1, 0, 0)
 
 
 def test_a_nonce_is_good_for_one_lease(server: AttachServer, session: Session) -> None:
