@@ -5,7 +5,6 @@ FFmpeg. Channels are averaged, which neither adds nor takes gain, before soxr re
 quality HQ, ceil(samples * rate / native rate) samples. Integer PCM is divided by its full scale.
 """
 
-import io
 import math
 from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
@@ -160,9 +159,19 @@ def _open_plain(data: memoryview) -> soundfile.SoundFile | None:
     if not any(head[offset : offset + len(magic)] == magic for offset, magic in _PLAIN_MAGIC):
         return None
     try:
-        return soundfile.SoundFile(io.BufferedReader(MemoryFile(data)))
+        file = soundfile.SoundFile(MemoryFile(data))
     except (soundfile.SoundFileError, TypeError, ValueError):
         return None
+    if file.frames == 0 and _was_never_closed(data):
+        file.close()
+        return None
+    return file
+
+
+def _was_never_closed(data: memoryview) -> bool:
+    """A WAV whose writer left the lengths at zero: there is more than the header says. FFmpeg reads on."""
+    riff_bytes = int.from_bytes(data[4:8], "little")
+    return bytes(data[:4]) == b"RIFF" and (riff_bytes == 0xFFFFFFFF or riff_bytes + 8 < len(data))
 
 
 def _is_counted(file: soundfile.SoundFile) -> bool:

@@ -8,7 +8,7 @@ attempt to open something else fails. FFmpeg's messages go nowhere: the error co
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import av
 import av.container
@@ -17,6 +17,9 @@ from av.video.stream import VideoStream
 
 from gpu_workers.errors import ItemError
 from shm.errors import ErrorCode
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 # Demuxers by FFmpeg's names. None of these opens a second file when told not to (enable_drefs stays off).
 _FORMATS: Final = ",".join(
@@ -90,19 +93,19 @@ class MemoryFile(io.RawIOBase):
         """Always."""
         return True
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+    def readinto(self, buffer: "WriteableBuffer") -> int:
         """Copy the next bytes into buffer; 0 at the end."""
-        taken = self._data[self._position : self._position + len(buffer)]
-        buffer[: len(taken)] = taken
+        target = memoryview(buffer)
+        taken = self._data[self._position : self._position + len(target)]
+        target[: len(taken)] = taken
         self._position += len(taken)
         return len(taken)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As io.IOBase.seek; positions before the start are refused."""
+        """As io.IOBase.seek, but before the start is the start: parsers of damaged files ask for it, and an
+        exception would end up on stderr."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
-        if base + offset < 0:
-            raise ValueError("seek before the start")
-        self._position = base + offset
+        self._position = max(base + offset, 0)
         return self._position
 
 
