@@ -4,6 +4,7 @@ import io
 import random
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import av
@@ -13,7 +14,7 @@ from PIL import Image
 
 from gpu_workers.errors import ItemError
 from gpu_workers.media.video import VideoReader
-from gpu_workers.media.video_plan import Choose, VideoLimits, VideoMetadata
+from gpu_workers.media.video_plan import Choose, VideoLimits, VideoMetadata, VideoPlan
 from shm.errors import ErrorCode
 from tests.gpu_workers.video_files import HEIGHT, WIDTH, encode, number_of, numbered
 
@@ -106,6 +107,28 @@ def test_frames_come_one_by_one_to_those_who_ask() -> None:
         (1, 9),
         (2, 20),
     ]
+
+
+@pytest.mark.parametrize("degrees", [90, 180, 270])
+def test_frames_are_upright(degrees: int) -> None:
+    data, reader = encode(range(5), rotation=degrees), make_reader()
+    plan = reader.plan(data, every_frame)
+    frames, stored = reader.rgb(data, plan), reader.rgb(*unturned(reader, range(5)))
+    assert plan.shape == ((5, WIDTH, HEIGHT, 3) if degrees % 180 else (5, HEIGHT, WIDTH, 3))
+    assert np.array_equal(frames, np.rot90(stored, degrees // 90, axes=(1, 2)))
+    assert (reader.probe(data).width, reader.probe(data).height) == plan.shape[2:0:-1]
+
+
+def test_many_threads_share_a_reader() -> None:
+    data, reader = encode(range(40), options=GROUPS), make_reader()
+
+    def numbers(seed: int) -> bool:
+        indices = sorted(random.Random(seed).sample(range(40), 6))
+        frames = reader.rgb(data, reader.plan(data, choice(indices)))
+        return [number_of(frame) for frame in frames] == indices
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(numbers, range(24)))
 
 
 def test_several_threads_give_the_same_frames() -> None:
@@ -217,6 +240,11 @@ def test_listed_pictures_of_different_sizes_are_no_video() -> None:
     with pytest.raises(ItemError) as error:
         make_reader().plan_pictures([png(0), png(1, width=40)], every_frame)
     assert error.value.code is ErrorCode.FRAME_SIZES_DIFFER
+
+
+def unturned(reader: VideoReader, numbers: Sequence[int]) -> tuple[memoryview, VideoPlan]:
+    data = encode(numbers)
+    return data, reader.plan(data, every_frame)
 
 
 def fast_start(data: memoryview) -> memoryview:

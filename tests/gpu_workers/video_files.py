@@ -39,14 +39,17 @@ def encode(
     options: Mapping[str, str] | None = None,
     sound: npt.NDArray[np.float32] | None = None,
     pixel_format: str = "yuv420p",
+    rotation: int = 0,
 ) -> memoryview:
-    """A whole file. sound: (channels, samples) at 16 kHz, as AAC."""
+    """A whole file. sound: (channels, samples) at 16 kHz, as AAC. rotation: degrees in the display matrix."""
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
         stream: Any = output.add_stream(codec, rate=fps, options=dict(options or {}))
         stream.width, stream.height = size
         stream.pix_fmt = pixel_format
         stream.codec_context.thread_count = 1
+        if rotation:
+            stream.set_display_rotation(rotation)
         track: Any = None
         if sound is not None:
             layout = "stereo" if len(sound) == 2 else "mono"
