@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from app.errors import from_worker
-from app.jobs import Encoded, State, Timings
+from app.inflight import Outcome
+from app.jobs import Encoded, Timings
 from app.worker import LINK_SLOT_COUNT
 from shm.errors import RegionCorrupt
 from shm.layout import NO_BLOCK, BlockState, Completion, CompletionKind
@@ -140,7 +141,7 @@ class Completions:
 
     def _give_shape(self, attempt: Attempt, block: Block) -> None:
         attempt.flight.shape_given = True
-        attempt.flight.answer(lambda: self._encoded(attempt, block, "shape", Timings()))
+        attempt.flight.answer(Outcome(block, "shape", Timings(), attempt.number), self._encoded)
 
     def _ready(self, worker: Worker, attempt: Attempt, record: Completion) -> None:
         """The block is whole: everybody who waits has a lease on it, or it goes back."""
@@ -152,7 +153,7 @@ class Completions:
         timings = Timings(
             record.queue_us, record.preprocess_us, record.forward_us, record.copy_us, record.batch_items
         )
-        attempt.flight.answer(lambda: self._encoded(attempt, block, "ready", timings))
+        attempt.flight.answer(Outcome(block, "ready", timings, attempt.number), self._encoded)
         self._leases.block_ended(block)
 
     def _failed(self, worker: Worker, attempt: Attempt, record: Completion) -> None:
@@ -175,8 +176,9 @@ class Completions:
         attempt.flight.attempt = None
         self._inflight.end(attempt.flight)
 
-    def _encoded(self, attempt: Attempt, block: Block, state: State, timings: Timings) -> Encoded:
+    def _encoded(self, outcome: Outcome) -> Encoded:
         """One answer about a block, with a lease and a handle of its own."""
+        block = outcome.block
         segment = block.segment
         handle = Handle(
             boot_id=self._origin.boot_id,
@@ -193,6 +195,6 @@ class Completions:
             attach=self._origin.attach,
         )
         return Encoded(
-            handle, block.metadata, block.rows, block.dim, block.nbytes, block.dtype, state, timings,
-            segment.place, attempt.number,
+            handle, block.metadata, block.rows, block.dim, block.nbytes, block.dtype, outcome.state,
+            outcome.timings, segment.place, outcome.attempt,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from app.body import read_body
 from app.config import ServeConfig
-from app.errors import InvalidRequest, ModalityNotServed, RequestError
+from app.errors import InvalidRequest, RequestError
 from app.items import InlineItem
 from app.jobs import Encoded, EncodeJob
 from app.logs import RequestNote
@@ -34,7 +34,7 @@ async def encode(services: Services, request: Request, note: RequestNote) -> Enc
         wanted = _parse(body, services.config.max_items, note)
         note.fields |= {"modality": wanted.modality, "items": len(wanted.items), "bytes_in": len(body)}
         del body
-        _check_served(wanted.modality, services)
+        services.engine.check_served(wanted.modality)
         async with services.ingest.pack(wanted.modality, wanted.items, services.engine.arena) as packed:
             job = EncodeJob(
                 req_key=f"{wanted.part_idx}/{wanted.req_id}",
@@ -80,15 +80,6 @@ def _parse(body: bytearray, max_items: int, note: RequestNote) -> EncodeRequest:
         raise
     note.req_id = wanted.req_id
     return wanted
-
-
-def _check_served(modality: str, services: Services) -> None:
-    """ModalityNotServed unless some ready worker has a tower for it."""
-    served = {name for worker in services.engine.workers() if worker.info for name in worker.info.modalities}
-    if served and modality not in served:
-        raise ModalityNotServed(
-            f"modality {modality} is not served by this checkpoint, which has: {', '.join(sorted(served))}"
-        )
 
 
 def timeout_ns(headers: Headers, config: ServeConfig) -> int:

@@ -10,22 +10,25 @@ import asyncio
 import os
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
+from app.admission import Admission
 from app.attach_socket import listening_attach_socket
 from app.completions import Completions, CompletionStatistics, HandleOrigin
 from app.config import ServeConfig
 from app.dispatch import Dispatch, DispatchStatistics
-from app.errors import ConfigError, DeadlinePassed, Draining, RequestError
-from app.inflight import Flight, Inflight, InflightStatistics, Waiter
+from app.errors import ConfigError, DeadlinePassed, Draining, ModalityNotServed, RequestError
+from app.inflight import Flight, Inflight, InflightStatistics, Listener, Waiter
 from app.jobs import Encoded, EncodeJob
 from app.launch import Launcher
 from app.leases import Leases, LeaseStatistics
 from app.place import Place, WorkerStatus
 from app.segments import Block, Segment, Segments, SegmentStatistics
+from app.session_encodes import EncodeLimits, EncodePath
 from app.sessions import Sessions, SessionStatistics
 from app.supervisor import Supervisor
 from app.worker import Worker
@@ -35,6 +38,7 @@ from shm.pages import PageStatistics
 from shm.region import Backing, Region, choose_backing, reopen_read_only
 
 SESSION_SHARE_OF_SEGMENT = 0.25
+Joined = TypeVar("Joined")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,15 @@ class EngineStatistics:
 class Engine:
     """`async with Engine(config) as engine`: returns without waiting for any worker to be READY.
 
-    arena: where the HTTP half allocates the input blocks that it hands to `encode`.
+    arena: where input blocks for `encode` and `begin` are allocated. admission: who lets in the encodes that
+    come over sessions; the HTTP half takes its permits from the same one.
     """
 
     arena: InputArena
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, admission: Admission | None = None) -> None:
         self._config = config
+        self._admission = admission or Admission(config.max_queued_requests, self.ready)
         self._boot_id = secrets.token_bytes(16)
         self._is_draining = False
         self._inflight = Inflight()
@@ -90,6 +96,7 @@ class Engine:
                 allow_uids=frozenset(config.attach_allow_uids) or frozenset({0, os.getuid()}),
                 leases=self._leases,
                 segments=self._segments,
+                encodes=EncodePath(self, self._admission, self.arena, EncodeLimits.of(config)),
             )
             self._sessions.start()
             undo.callback(self._sessions.close)
@@ -113,7 +120,7 @@ class Engine:
         The input block is the engine's from here on. Whoever is cancelled, or whose deadline passes, leaves;
         when nobody wants the answer any more the worker is told to drop the work.
         """
-        flight, waiter = self._enter(job)
+        flight, waiter = self._enter(job, Flight.join)
         answer: Encoded | None = None
         try:
             async with asyncio.timeout((job.deadline_ns - time.monotonic_ns()) / 1e9):
@@ -124,6 +131,28 @@ class Engine:
         finally:
             if answer is None:
                 self._leave(flight, waiter)
+
+    def begin(self, job: EncodeJob, listener: Listener) -> Flight:
+        """As encode, for one who waits without a task and keeps the deadline itself. Raises `app.errors`.
+
+        The listener may be told before this returns.
+        """
+        flight, _ = self._enter(job, lambda flight: flight.listeners.add(listener))
+        return flight
+
+    def quit(self, flight: Flight, listener: Listener) -> None:
+        """A listener that has not been told anything yet waits no longer."""
+        flight.listeners.discard(listener)
+        if not flight.is_wanted:
+            self._dispatch.abandon(flight)
+
+    def check_served(self, modality: str) -> None:
+        """ModalityNotServed unless some checkpoint has a tower for it, or none is loaded yet."""
+        if not self._supervisor.serves(modality):
+            raise ModalityNotServed(
+                f"modality {modality} is not served by this checkpoint, which has: "
+                f"{', '.join(self._supervisor.modalities())}"
+            )
 
     def release(self, nonce: str) -> bool:
         """End the lease of a handle, whoever holds it. False if there is none."""
@@ -196,8 +225,8 @@ class Engine:
         self._dispatch = Dispatch(self._inflight, self._supervisor)
         self._supervisor.start()
 
-    def _enter(self, job: EncodeJob) -> tuple[Flight, Waiter]:
-        """Join the flight of this very job, or open one and find it a worker. The waiter comes first."""
+    def _enter(self, job: EncodeJob, join: Callable[[Flight], Joined]) -> tuple[Flight, Joined]:
+        """Join the flight of this very job, or open one and find it a worker. The joining comes first."""
         try:
             if self._is_draining:
                 raise Draining("the daemon is stopping", retry_after_s=1.0)
@@ -207,13 +236,13 @@ class Engine:
             raise
         if flight is None:
             flight = self._inflight.open(job)
-            waiter = flight.join()
+            joined = join(flight)
             self._dispatch.submit(flight)
         else:
             job.block.free()
-            waiter = flight.join()
+            joined = join(flight)
             self._completions.answer_late_joiner(flight)
-        return flight, waiter
+        return flight, joined
 
     def _leave(self, flight: Flight, waiter: Waiter) -> None:
         """Undo `_enter` for one who has no answer: it failed, was cancelled, or its deadline passed."""

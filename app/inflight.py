@@ -10,16 +10,39 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from app.errors import DuplicateRequest, RequestError
-from app.jobs import Encoded, EncodeJob
+from app.jobs import Encoded, EncodeJob, State, Timings
 
 if TYPE_CHECKING:
     from app.segments import Block
     from app.worker import Worker
 
 Waiter = asyncio.Future[Encoded]
+
+
+class Listener(Protocol):
+    """Who waits without a task: told at once, from the callback that saw it happen, and only once.
+
+    Neither method may end the flight, its block's leases or a session: that comes in a turn of its own.
+    """
+
+    def answered(self, outcome: Outcome) -> None:
+        """The block is there: take a lease on it now, or never."""
+
+    def failed(self, error: RequestError) -> None:
+        """There will be no block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a flight: its block is READY, or FILLING with its shape known."""
+
+    block: Block
+    state: State
+    timings: Timings
+    attempt: int
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +69,7 @@ class Flight:
 
     job: EncodeJob
     waiters: set[Waiter] = field(default_factory=set)
+    listeners: set[Listener] = field(default_factory=set)
     attempts_made: int = 0
     attempt: Attempt | None = None
     shape_given: bool = False
@@ -53,7 +77,7 @@ class Flight:
     @property
     def is_wanted(self) -> bool:
         """Whether anybody waits for the answer or may hold a handle to the block already."""
-        return bool(self.waiters) or self.shape_given
+        return bool(self.waiters or self.listeners) or self.shape_given
 
     def join(self) -> Waiter:
         """One more who waits; leaves with `leave`, answered or not."""
@@ -66,15 +90,24 @@ class Flight:
         self.waiters.discard(waiter)
         waiter.cancel()
 
-    def answer(self, make: Callable[[], Encoded]) -> None:
-        """Give each waiter an answer of its own (a lease of its own)."""
+    def answer(self, outcome: Outcome, make: Callable[[Outcome], Encoded]) -> None:
+        """Give everybody who waits an answer of its own (a lease of its own)."""
         for waiter in self._take_waiters():
-            waiter.set_result(make())
+            waiter.set_result(make(outcome))
+        for listener in self._take_listeners():
+            listener.answered(outcome)
 
     def fail(self, error: RequestError) -> None:
-        """End each waiter's wait with this error."""
+        """End everybody's wait with this error."""
         for waiter in self._take_waiters():
             waiter.set_exception(error)
+        for listener in self._take_listeners():
+            listener.failed(error)
+
+    def _take_listeners(self) -> list[Listener]:
+        listening = list(self.listeners)
+        self.listeners.clear()
+        return listening
 
     def _take_waiters(self) -> list[Waiter]:
         waiting = [waiter for waiter in self.waiters if not waiter.done()]
@@ -145,6 +178,6 @@ class Inflight:
         return InflightStatistics(
             flights=len(self._flights),
             joinable=len(self._by_key),
-            waiters=sum(len(flight.waiters) for flight in self._flights),
+            waiters=sum(len(flight.waiters) + len(flight.listeners) for flight in self._flights),
             input_bytes=sum(flight.job.block.nbytes for flight in self._flights),
         )

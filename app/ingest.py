@@ -7,7 +7,7 @@ straight into it, in a thread and without the GIL when it is large.
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -128,7 +128,7 @@ class Ingest:
         with ExitStack() as sources:
             contents = await self._open_all(items, sources)
             offsets, total_bytes = _lay_out(modality, [content.bound_bytes for content in contents])
-            block = _allocate(arena, total_bytes)
+            block = allocate_input(arena, total_bytes)
             with block:
                 fill = partial(_fill, block.view, modality, contents, offsets, self._max_item_bytes)
                 if total_bytes - offsets[0] <= INLINE_DECODE_BYTES:
@@ -214,7 +214,8 @@ def _lay_out(modality: str, bounds: list[int]) -> tuple[list[int], int]:
     return offsets, position
 
 
-def _allocate(arena: InputArena, total_bytes: int) -> InputBlock:
+def allocate_input(arena: InputArena, total_bytes: int) -> InputBlock:
+    """A block for one request. ItemTooLarge if the arena could never hold it, MemoryFull if it cannot now."""
     block = arena.allocate(total_bytes)
     if block is not None:
         return block
@@ -226,19 +227,31 @@ def _allocate(arena: InputArena, total_bytes: int) -> InputBlock:
 def _fill(
     view: memoryview, modality: str, contents: list[Content], offsets: list[int], max_item_bytes: int
 ) -> tuple[list[int], bytes]:
-    """Load every content at its offset; sizes, and sha256 over modality and length-prefixed items."""
-    digest = hashlib.sha256(modality.encode())
+    """Load every content at its offset; sizes, and the digest of all."""
     sizes = []
     for index, (content, offset) in enumerate(zip(contents, offsets, strict=True)):
         size = content.load_into(view[offset : offset + content.bound_bytes])
-        if size == 0:
-            raise InvalidItem(f"mm_items[{index}] is empty", item_index=index)
-        if size > max_item_bytes:
-            raise _too_large(index, max_item_bytes)
-        digest.update(size.to_bytes(8, "little"))
-        digest.update(view[offset : offset + size])
+        check_item_bytes(index, size, max_item_bytes)
         sizes.append(size)
-    return sizes, digest.digest()
+    loaded = (view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True))
+    return sizes, content_digest(modality, loaded)
+
+
+def check_item_bytes(index: int, nbytes: int, max_item_bytes: int) -> None:
+    """InvalidItem for an empty item, ItemTooLarge for one over the limit."""
+    if nbytes == 0:
+        raise InvalidItem(f"mm_items[{index}] is empty", item_index=index)
+    if nbytes > max_item_bytes:
+        raise _too_large(index, max_item_bytes)
+
+
+def content_digest(modality: str, items: Iterable[memoryview]) -> bytes:
+    """sha256 over the modality and every item, each after its length."""
+    digest = hashlib.sha256(modality.encode())
+    for item in items:
+        digest.update(len(item).to_bytes(8, "little"))
+        digest.update(item)
+    return digest.digest()
 
 
 def _metadata(modality: str, offsets: list[int], sizes: list[int]) -> bytes:

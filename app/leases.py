@@ -2,7 +2,8 @@
 
 A lease is granted to a handle's nonce (`app.completions`), moved to a session by attach (`app.sessions`),
 and ended by release, by its session's end, or, while no session has it, by the clock: 60 s after its block
-was READY or FAILED. When the last lease of a block ends, `on_unleased` is told, once.
+was READY or FAILED. An encode that came over a session has its lease there from the start, without a nonce.
+When the last lease of a block ends, `on_unleased` is told, once.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ EXPIRE_MAX = 256  # leases ended by the clock before the event loop has its turn
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A right to read a block. number is what a session calls it; holder is None until one has attached."""
+    """A right to read a block. number is what a session calls it; holder is None until one has attached.
+
+    key is the digest of its nonce, None if it never had one.
+    """
 
     number: int
-    key: bytes
+    key: bytes | None
     block: Block
     holder: Holder | None = None
     expires_ns: int = 0
@@ -55,7 +59,7 @@ class LeaseStatistics:
 
 
 class Leases:
-    """Every lease by the digest of its nonce, by its block, and (attached ones) by its holder."""
+    """Every lease by its number, the digest of its nonce, its block, and (attached ones) by its holder."""
 
     def __init__(self, *, unattached_s: float, session_cap_bytes: int, on_unleased: Callable[[Block], None]):
         """A session may hold session_cap_bytes of runs, or one block of any size."""
@@ -63,6 +67,7 @@ class Leases:
         self._session_cap_bytes = session_cap_bytes
         self._on_unleased = on_unleased
         self._numbers = count(1)
+        self._all: dict[int, Lease] = {}
         self._by_key: dict[bytes, Lease] = {}
         self._by_block: dict[Block, set[Lease]] = {}
         # Unattached leases whose clock runs, soonest first: all run equally long.
@@ -76,9 +81,9 @@ class Leases:
         Its clock starts now if the block has ended already, else with `block_ended`.
         """
         nonce = secrets.token_hex(16)
-        lease = Lease(next(self._numbers), _key(nonce), block)
-        self._by_key[lease.key] = lease
-        self._by_block.setdefault(block, set()).add(lease)
+        key = _key(nonce)
+        lease = self._new(block, key)
+        self._by_key[key] = lease
         if block.attempt is None:
             self._start_clock(lease)
         return nonce
@@ -89,13 +94,16 @@ class Leases:
         lease = self._by_key.get(_key(request.nonce))
         if lease is None or lease.holder is not None or not _names(request, lease.block):
             raise StaleHandle("no such lease")
-        run_bytes = lease.block.run_bytes
-        if holder.leases and holder.held_bytes + run_bytes > self._session_cap_bytes:
-            raise LeaseRefused("the session holds its cap of leased bytes")
+        self._check_cap(holder, lease.block)
         self._expiring.pop(lease.number, None)
-        lease.holder = holder
-        holder.leases[lease.number] = lease
-        holder.held_bytes += run_bytes
+        self._hold(holder, lease)
+        return lease
+
+    def grant_held(self, holder: Holder, block: Block) -> Lease:
+        """A new lease on block that is a session's from the start. LeaseRefused if it holds its cap."""
+        self._check_cap(holder, block)
+        lease = self._new(block, None)
+        self._hold(holder, lease)
         return lease
 
     def release(self, nonce: str) -> bool:
@@ -137,20 +145,38 @@ class Leases:
         """
         if self._timer is not None:
             self._timer.cancel()
-        for lease in self._by_key.values():
+        for lease in self._all.values():
             if lease.holder is not None:
                 lease.holder.leases.clear()
+        self._all.clear()
         self._by_key.clear()
         self._by_block.clear()
         self._expiring.clear()
 
     def statistics(self) -> LeaseStatistics:
         """Counts, now."""
-        attached = sum(lease.holder is not None for lease in self._by_key.values())
-        return LeaseStatistics(attached, len(self._by_key) - attached, self._expired)
+        attached = sum(lease.holder is not None for lease in self._all.values())
+        return LeaseStatistics(attached, len(self._all) - attached, self._expired)
+
+    def _new(self, block: Block, key: bytes | None) -> Lease:
+        lease = Lease(next(self._numbers), key, block)
+        self._all[lease.number] = lease
+        self._by_block.setdefault(block, set()).add(lease)
+        return lease
+
+    def _check_cap(self, holder: Holder, block: Block) -> None:
+        if holder.leases and holder.held_bytes + block.run_bytes > self._session_cap_bytes:
+            raise LeaseRefused("the session holds its cap of leased bytes")
+
+    def _hold(self, holder: Holder, lease: Lease) -> None:
+        lease.holder = holder
+        holder.leases[lease.number] = lease
+        holder.held_bytes += lease.block.run_bytes
 
     def _end(self, lease: Lease) -> None:
-        del self._by_key[lease.key]
+        del self._all[lease.number]
+        if lease.key is not None:
+            del self._by_key[lease.key]
         self._expiring.pop(lease.number, None)
         if lease.holder is not None:
             del lease.holder.leases[lease.number]

@@ -148,6 +148,11 @@ class Place:
             return self._state in (PlaceState.STARTING, PlaceState.DEAD)
         return self.worker.condition is not WorkerCondition.READY
 
+    @property
+    def modalities(self) -> list[str]:
+        """What its checkpoint has towers for, as its last ready worker said; empty before the first."""
+        return self._info.modalities if self._info else []
+
     def status(self) -> WorkerStatus:
         """This place from outside."""
         worker = self.worker

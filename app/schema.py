@@ -45,7 +45,7 @@ class EncodeRequest:
 def parse_encode(body: bytes | bytearray, max_items: int) -> EncodeRequest:
     """The body of POST /encode. InvalidRequest or InvalidItem, naming the field."""
     fields = _decode(body, _EncodeBody)
-    _check_req_id(fields.req_id)
+    check_req_id(fields.req_id)
     num_parts, part_idx = _parts(fields)
     modality = _modality(fields)
     items = parse_items(fields.mm_items, max_items)
@@ -70,13 +70,14 @@ def req_id_of(body: bytes | bytearray) -> str:
     none that may be repeated."""
     try:
         req_id = _decode(body, _OnlyReqId).req_id
-        _check_req_id(req_id)
+        check_req_id(req_id)
     except InvalidRequest:
         return ""
     return req_id
 
 
-def _check_req_id(req_id: str) -> None:
+def check_req_id(req_id: str) -> None:
+    """InvalidRequest if it cannot be one."""
     if not 1 <= len(req_id) <= MAX_REQ_ID_CHARACTERS:
         raise InvalidRequest(f"req_id must have 1 to {MAX_REQ_ID_CHARACTERS} characters, has {len(req_id)}")
     if _CONTROL_CHARACTER.search(req_id):
@@ -101,9 +102,14 @@ def _modality(fields: _EncodeBody) -> str:
             raise InvalidRequest("modality is missing; a request with num_parts or part_idx must name it")
         return "image"
     modality = fields.modality.lower()
+    check_modality(modality)
+    return modality
+
+
+def check_modality(modality: str) -> None:
+    """InvalidRequest if there is no such modality."""
     if modality not in MODALITIES:
         raise InvalidRequest(f"modality must be one of: {', '.join(MODALITIES)}")
-    return modality
 
 
 class ReleaseRequest(Struct):

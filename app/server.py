@@ -84,7 +84,7 @@ async def _serve(
         services = Services(config, Ingest(config, fetcher))
         async with Listener(create_application(services), config, sockets):
             log.info("listening on %s", ", ".join(_addresses(sockets)))
-            async with Engine(config) as engine:
+            async with Engine(config, services.admission) as engine:
                 services.engine_started(engine)
                 failure = await _until_stopped(engine, notifier, watchdog_s, stop)
                 notifier.stopping()

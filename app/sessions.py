@@ -1,6 +1,7 @@
 """Readers' sessions: who may map segments, and which leases they hold.
 
-One session is one connection to the attach socket. What a reader sends, by datagram or through its ring, is
+One session is one connection to the attach socket. Encodes that come over its ring are
+`app.session_encodes`'s. What a reader sends, by datagram or through its ring, is
 untrusted: copied once, checked, and at worst it costs that session. The kernel's hang-up is the proof of a
 reader's death and ends all its leases.
 """
@@ -19,10 +20,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from app.leases import Holder, Leases
+from app.leases import Holder, Lease, Leases
+from app.session_encodes import EncodePath, SessionEncodes
 from shm.errors import LeaseRefused, RegionCorrupt, RegionUnavailable, SessionClosed, StaleHandle
 from shm.layout import LAYOUT_VERSION, SessionDescriptor, SessionKind
-from shm.messages import Attach, Attached, Refused, Welcome
+from shm.messages import Attach, Attached, Granted, Refused, Welcome
 from shm.session import (
     MAX_DESCRIPTORS,
     SessionRegions,
@@ -33,11 +35,12 @@ from shm.session import (
 )
 
 if TYPE_CHECKING:
-    from app.segments import Segment, Segments
+    from app.segments import Block, Segment, Segments
 
 SESSIONS_MAX = 1024
 ACCEPT_PAUSE_S = 1.0
-DRAIN_MAX = 64  # releases taken before the event loop has its turn again
+DRAIN_MAX = 64  # descriptors taken before the event loop has its turn again
+ENCODE_WEIGHT = 4  # an encode counts for so many of them
 
 logger = logging.getLogger(__name__)
 _requests = msgspec.msgpack.Decoder(Attach)
@@ -45,11 +48,13 @@ _requests = msgspec.msgpack.Decoder(Attach)
 
 @dataclass(frozen=True, slots=True)
 class SessionStatistics:
-    """sessions: open now. The others count since the start."""
+    """sessions: open now; encoding: their requests under way. The others count since the start."""
 
     sessions: int
     refused: int
     attached: int
+    encoding: int = 0
+    encodes: int = 0
 
 
 class Session:
@@ -62,10 +67,13 @@ class Session:
         regions: SessionRegions,
         leases: Leases,
         segments: Segments,
+        encodes: EncodePath,
         on_end: Callable[[Session], None],
     ) -> None:
         self.number = number
         self.attached = 0
+        self.encodes = SessionEncodes(encodes, number, regions, self._lease_for_encode, self._abort)
+        self._input_bytes = encodes.limits.input_bytes
         self._connection = connection
         self._regions = regions
         self._leases = leases
@@ -82,7 +90,12 @@ class Session:
         segments = list(islice(self._segments.readable(), room))
         self._granted.update(segments)
         welcome = Welcome(
-            self.number, LAYOUT_VERSION, boot_id.hex(), http, [segment.grant for segment in segments]
+            self.number,
+            LAYOUT_VERSION,
+            boot_id.hex(),
+            http,
+            [segment.grant for segment in segments],
+            self._input_bytes,
         )
         descriptors = self._regions.descriptors + [segment.read_only_fd for segment in segments]
         self._loop.add_reader(self._connection, self._answer_datagram)
@@ -98,6 +111,7 @@ class Session:
         self._loop.remove_reader(self._connection)
         self._loop.remove_reader(self._regions.bell)
         self._connection.close()
+        self.encodes.close()
         self._regions.close()
         self._leases.end_holder(self._holder)
         self._on_end(self)
@@ -130,6 +144,23 @@ class Session:
             self._granted.add(segment)
             self._send(Attached(lease.number, segment.grant), [segment.read_only_fd])
 
+    def _lease_for_encode(self, block: Block) -> Lease:
+        """A lease of this session's, whose segment its client has, or finds in its socket. LeaseRefused."""
+        lease = self._leases.grant_held(self._holder, block)
+        segment = block.segment
+        if segment not in self._granted:
+            self._granted.add(segment)
+            try:
+                send_datagram(self._connection, Granted(segment.grant), [segment.read_only_fd])
+            except (BlockingIOError, SessionClosed, OSError):
+                self._abort("it does not take its datagrams")
+        return lease
+
+    def _abort(self, reason: str) -> None:
+        """End soon: the caller is in the middle of something that the end would change."""
+        logger.warning("session %d ends: %s", self.number, reason)
+        self._loop.call_soon(self.end)
+
     def _send(self, message: msgspec.Struct, descriptors: list[int]) -> None:
         """A reader that does not take its answers, or is gone, has had its session."""
         try:
@@ -143,7 +174,7 @@ class Session:
         self._drain()
 
     def _drain(self) -> None:
-        """Take up to DRAIN_MAX releases; then sleep, armed, or have another turn soon."""
+        """Take up to DRAIN_MAX descriptors; then sleep, armed, or have another turn soon."""
         if not self._is_open:
             return
         try:
@@ -154,16 +185,27 @@ class Session:
             self.end()
 
     def _take(self, limit: int) -> bool:
-        """Whether the limit was reached. A release of what is not this session's is ignored."""
-        for _ in range(limit):
+        """Whether the limit was reached."""
+        while limit > 0:
             slot = self._regions.releases.try_take()
             if slot is None:
                 return False
-            descriptor = SessionDescriptor.unpack(slot)
-            if descriptor.kind != SessionKind.RELEASE:
-                raise RegionCorrupt(f"unknown session descriptor kind {descriptor.kind}")
-            self._leases.release_held(self._holder, descriptor.lease)
+            limit -= self._obey(SessionDescriptor.unpack(slot))
         return True
+
+    def _obey(self, descriptor: SessionDescriptor) -> int:
+        """Do it; what it weighs. A release of what is not this session's is ignored."""
+        match descriptor.kind:
+            case SessionKind.RELEASE:
+                self._leases.release_held(self._holder, descriptor.lease)
+            case SessionKind.ENCODE:
+                self.encodes.begin(descriptor)
+                return ENCODE_WEIGHT
+            case SessionKind.CANCEL:
+                self.encodes.cancel(descriptor.request)
+            case kind:
+                raise RegionCorrupt(f"unknown session descriptor kind {kind}")
+        return 1
 
 
 class Sessions:
@@ -178,6 +220,7 @@ class Sessions:
         allow_uids: frozenset[int],
         leases: Leases,
         segments: Segments,
+        encodes: EncodePath,
     ) -> None:
         """http: where HTTP is served, "unix:/path" or "host:port". allow_uids: who may connect."""
         self._listener = listener
@@ -186,12 +229,14 @@ class Sessions:
         self._allow_uids = allow_uids
         self._leases = leases
         self._segments = segments
+        self._encodes = encodes
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
         self._numbers = count(1)
         self._open: set[Session] = set()
         self._refused = 0
         self._attached_before = 0
+        self._encodes_before = 0
 
     def start(self) -> None:
         """Accept from now on."""
@@ -208,7 +253,9 @@ class Sessions:
     def statistics(self) -> SessionStatistics:
         """Counts, now."""
         attached = self._attached_before + sum(session.attached for session in self._open)
-        return SessionStatistics(len(self._open), self._refused, attached)
+        encodes = self._encodes_before + sum(session.encodes.begun for session in self._open)
+        encoding = sum(session.encodes.under_way for session in self._open)
+        return SessionStatistics(len(self._open), self._refused, attached, encoding, encodes)
 
     def _accept(self) -> None:
         """One connection; the loop calls again if more wait."""
@@ -226,11 +273,13 @@ class Sessions:
             return
         try:
             number = next(self._numbers)
-            regions = create_session_regions(self._boot_id, number)
+            regions = create_session_regions(self._boot_id, number, self._encodes.limits.input_bytes)
         except (RegionUnavailable, OSError) as error:
             self._refuse(connection, str(error))
             return
-        session = Session(number, connection, regions, self._leases, self._segments, self._forget)
+        session = Session(
+            number, connection, regions, self._leases, self._segments, self._encodes, self._forget
+        )
         self._open.add(session)
         session.welcome(self._boot_id, self._http)
 
@@ -249,3 +298,4 @@ class Sessions:
     def _forget(self, session: Session) -> None:
         self._open.discard(session)
         self._attached_before += session.attached
+        self._encodes_before += session.encodes.begun

@@ -44,6 +44,14 @@ class Supervisor:
         """Whether one worker at least takes work."""
         return any(worker.condition is WorkerCondition.READY for worker in self.workers())
 
+    def serves(self, modality: str) -> bool:
+        """Whether some checkpoint has a tower for it, or none has been loaded yet."""
+        return any(modality in place.modalities for place in self._places) or not self.modalities()
+
+    def modalities(self) -> list[str]:
+        """What the loaded checkpoints have towers for, in order."""
+        return sorted({name for place in self._places for name in place.modalities})
+
     def segment_dropped(self, place: int) -> None:
         """Readers have let go of a dead worker's segment."""
         self._places[place].segment_dropped()

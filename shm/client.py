@@ -1,9 +1,7 @@
 """What a reader on the same host uses: connect to the daemon, encode, attach handles as views.
 
-    with connect("/run/encoderd/attach.sock") as session:
-        result = session.encode(jpeg_bytes)
-        with session.attach(result.handle) as view:
-            rows = view.numpy()
+    with connect("/run/encoderd/attach.sock") as session, session.encode(jpeg_bytes) as view:
+        rows = view.numpy()
 
 Needs no torch and no web server. A session may be shared by threads; it does not survive a fork.
 """
@@ -24,33 +22,41 @@ from typing import Any, Final, Literal, NamedTuple, Self
 
 import msgspec
 
-from shm.encode_call import EncodeAnswer, EncodeRefused, EncodeResult, Item, post_encode
+from shm.encode_call import EncodeAnswer, EncodeRefused, Item, items_of, post_encode
+from shm.encode_ring import EncodeRing, Media, pack_request
 from shm.errors import LeaseRefused, RegionCorrupt, SessionClosed, StaleHandle
 from shm.layout import (
     LAYOUT_VERSION,
+    Dtype,
     RegionKind,
+    SessionCompletion,
+    SessionWait,
 )
-from shm.messages import Attach, Attached, Handle, Refused, SegmentGrant, Welcome
+from shm.messages import Attach, Attached, Granted, Handle, Refused, SegmentGrant, Welcome
 from shm.region import Region, attach_region, prefault
 from shm.release_ring import ReleaseRing
 from shm.segment import SegmentReader
 from shm.session import MAX_DESCRIPTORS, recv_datagram, send_datagram
 from shm.view import View, leased_header
 
-__all__ = ["EncodeAnswer", "EncodeRefused", "EncodeResult", "Session", "View", "connect"]
+__all__ = ["EncodeAnswer", "EncodeRefused", "Session", "View", "connect"]
 
 DEFAULT_PATH: Final = "/run/encoderd/attach.sock"
 _WELCOME_OWN_DESCRIPTORS: Final = 3  # client region, control region, bell; then one per segment
 _GREETINGS: Final = msgspec.msgpack.Decoder(Welcome | Refused)
-_ANSWERS: Final = msgspec.msgpack.Decoder(Attached | Refused)
+_ANSWERS: Final = msgspec.msgpack.Decoder(Attached | Refused | Granted)
 
 
 class SessionStatistics(NamedTuple):
-    """A look inside a session. leases: attached and not ended; releases_waiting: the ring was full."""
+    """A look inside a session. leases: attached and not ended; releases_waiting: the ring was full.
+
+    encodes: under way over the rings, given up ones included until the daemon has dropped them.
+    """
 
     leases: int
     segments: int
     releases_waiting: int
+    encodes: int
 
 
 def connect(path: str = DEFAULT_PATH, *, timeout: float = 5.0) -> "Session":
@@ -119,8 +125,9 @@ class Session:
         self._views: weakref.WeakSet[View] = weakref.WeakSet()
         self._segments: dict[tuple[int, int], tuple[Region, SegmentReader]] = {}
         with ExitStack() as undo:
-            self._releases = _attach_ring(connection, received)
+            self._releases, self._encodes = self._attach_rings(received)
             undo.callback(self._releases.close)
+            undo.callback(self._encodes.close)
             undo.callback(self._drop_segments)
             for grant in welcome.segments:
                 self._map_segment(grant, received)
@@ -161,24 +168,36 @@ class Session:
         wait: Literal["ready", "shape"] = "ready",
         timeout: float = 180.0,
         **fields: Any,
-    ) -> EncodeResult:
-        """POST /encode where the daemon serves HTTP: one item or a list; bytes are sent as base64.
+    ) -> View:
+        """Encode one item or a list of items, and map the rows: a view under a lease of this session.
 
-        wait: "shape" answers as soon as the sizes are known; then View.wait_rows and wait_ready wait for the
-        rows. timeout: seconds. fields: further request fields, sent as they are.
-        EncodeRefused with the daemon's status and message, WaitTimeout, SessionClosed.
+        bytes go over the session's own rings: written once, into memory that the daemon copies from. Texts
+        (URLs, data URLs, base64, paths) and dicts, alone or among bytes, go to POST /encode where the daemon
+        serves HTTP, and so does a request with `fields`: further fields of that request, sent as they are.
+        Many threads may encode over one session at once.
+
+        modality: image, video or audio. req_id: requests with the same one, for the same items, at the same
+        time, share one encode. wait: "shape" returns as soon as the sizes are known; then View.wait_rows and
+        wait_ready wait for the rows. timeout: seconds, after which the encode is cancelled.
+        EncodeRefused with the status and the message that HTTP would have given, WaitTimeout, LeaseRefused,
+        EncodeFailed, WorkerLost, SessionClosed.
         """
         if self._closed:
             raise SessionClosed("this session is closed")
-        return post_encode(
+        items = items_of(mm_items)
+        media = [item for item in items if isinstance(item, bytes | bytearray | memoryview)]
+        if len(media) == len(items) and not fields and self._welcome.input_bytes:
+            return self._encode_media(media, modality, req_id, wait, timeout)
+        result = post_encode(
             self._welcome.http,
-            mm_items,
+            items,
             modality=modality,
             req_id=req_id,
             wait=wait,
             timeout=timeout,
             fields=fields,
         )
+        return self.attach(result.handle)
 
     @property
     def boot_id(self) -> str:
@@ -187,7 +206,12 @@ class Session:
 
     def statistics(self) -> SessionStatistics:
         """A look inside."""
-        return SessionStatistics(self._releases.live(), len(self._segments), self._releases.waiting())
+        return SessionStatistics(
+            self._releases.live(),
+            len(self._segments),
+            self._releases.waiting(),
+            self._encodes.under_way(),
+        )
 
     def close(self) -> None:
         """Release every view and end the session. The second time nothing happens."""
@@ -195,6 +219,7 @@ class Session:
             if self._closed:
                 return
             self._closed = True
+        self._encodes.close()
         for view in list(self._views):
             view.release()
         self._releases.close()
@@ -207,6 +232,46 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _encode_media(
+        self,
+        media: Sequence[Media],
+        modality: str,
+        req_id: str | None,
+        wait: Literal["ready", "shape"],
+        timeout: float,
+    ) -> View:
+        request = pack_request(media, modality.lower(), req_id or "")
+        when = SessionWait.SHAPE if wait == "shape" else SessionWait.READY
+        answer = self._encodes.encode(request, when, timeout)
+        handle = self._handle(answer)
+        self._releases.begin(answer.lease)
+        try:
+            with self._lock:
+                while (handle.segment, handle.epoch) not in self._segments:
+                    # Its descriptor was sent before the answer, so it is in the socket.
+                    self._map_granted(*self._receive())
+                view = self._view(handle, answer.lease)
+                self._views.add(view)
+        except BaseException:
+            self._releases.end(answer.lease)
+            raise
+        return view
+
+    def _handle(self, answer: SessionCompletion) -> Handle:
+        return Handle(
+            self._welcome.boot_id,
+            answer.segment,
+            answer.epoch,
+            answer.block,
+            answer.generation,
+            answer.offset,
+            answer.nbytes,
+            answer.rows,
+            answer.dim,
+            Dtype(answer.dtype).label,
+            nonce="",
+        )
 
     def _view(self, handle: Handle, lease: int) -> View:
         """The leased block, mapped and checked against the handle."""
@@ -229,15 +294,14 @@ class Session:
         question = Attach(handle.nonce, handle.segment, handle.epoch, handle.block, handle.generation)
         try:
             send_datagram(self._connection, question, [])
-            answer, descriptors = recv_datagram(self._connection, _ANSWERS, 1)
         except (OverflowError, ValueError):
             raise StaleHandle("a handle with numbers or a nonce that no daemon gives out") from None
-        except BlockingIOError:  # the timeout, see _set_timeout
-            # A late answer would be taken for the next question's: this conversation is over.
-            self._connection.shutdown(socket.SHUT_RDWR)
-            raise SessionClosed("the daemon did not answer in time") from None
         except OSError as error:
             raise SessionClosed(f"the session is broken ({type(error).__name__})") from None
+        answer, descriptors = self._receive()
+        while isinstance(answer, Granted):  # of an encode that another thread waits for
+            self._map_granted(answer, descriptors)
+            answer, descriptors = self._receive()
         if isinstance(answer, Attached) and answer.grant is None and not descriptors:
             return answer
         with _Descriptors(descriptors) as received:
@@ -247,6 +311,43 @@ class Session:
                 self._drop_abandoned_segments()
                 self._map_segment(answer.grant, received)
         return answer
+
+    def _receive(self) -> tuple[Attached | Refused | Granted, list[int]]:
+        """The daemon's next datagram. Holds the lock."""
+        if self._closed:
+            raise SessionClosed("this session is closed")
+        try:
+            return recv_datagram(self._connection, _ANSWERS, 1)
+        except BlockingIOError:  # the timeout, see _set_timeout
+            # A late answer would be taken for the next question's: this conversation is over.
+            self._connection.shutdown(socket.SHUT_RDWR)
+            raise SessionClosed("the daemon did not answer in time") from None
+        except OSError as error:
+            raise SessionClosed(f"the session is broken ({type(error).__name__})") from None
+
+    def _map_granted(self, granted: Attached | Refused | Granted, descriptors: list[int]) -> None:
+        """A segment that came unasked. Holds the lock."""
+        with _Descriptors(descriptors) as received:
+            if not isinstance(granted, Granted):
+                raise SessionClosed("the daemon answers what nobody asked")
+            self._drop_abandoned_segments()
+            self._map_segment(granted.grant, received)
+
+    def _attach_rings(self, received: _Descriptors) -> tuple[ReleaseRing, EncodeRing]:
+        """The rings behind Welcome's first three descriptors."""
+        with ExitStack() as undo:
+            client = attach_region(received.take(), RegionKind.SESSION_CLIENT, writable=True)
+            undo.enter_context(client)
+            control = attach_region(received.take(), RegionKind.SESSION_CONTROL, writable=False)
+            undo.enter_context(control)
+            bell = received.take()
+            undo.callback(os.close, bell)
+            releases = ReleaseRing(client, control, bell, self._connection)
+            encodes = EncodeRing(
+                releases, client, control, self._welcome.input_bytes, self._check_daemon, releases.end
+            )
+            undo.pop_all()
+        return releases, encodes
 
     def _map_segment(self, grant: SegmentGrant, received: _Descriptors) -> None:
         """Map and prefault one segment, read-only."""
@@ -271,20 +372,6 @@ class Session:
         while self._segments:
             _, (region, _) = self._segments.popitem()
             region.close()
-
-
-def _attach_ring(connection: socket.socket, received: _Descriptors) -> ReleaseRing:
-    """The ring behind Welcome's first three descriptors."""
-    with ExitStack() as undo:
-        client = attach_region(received.take(), RegionKind.SESSION_CLIENT, writable=True)
-        undo.enter_context(client)
-        control = attach_region(received.take(), RegionKind.SESSION_CONTROL, writable=False)
-        undo.enter_context(control)
-        bell = received.take()
-        undo.callback(os.close, bell)
-        ring = ReleaseRing(client, control, bell, connection)
-        undo.pop_all()
-    return ring
 
 
 def _parsed(handle: Mapping[str, Any]) -> Handle:

@@ -1,4 +1,5 @@
-"""POST /encode for Session.encode: one request over HTTP, on TCP or a Unix socket, with the standard library.
+"""POST /encode for Session.encode, for items that do not go over its rings: one request, on TCP or a Unix
+socket, with the standard library.
 
 The answer's format lives here too: EncodeAnswer is what prefill reads of app's answer; fields that it does
 not know are skipped.
@@ -72,7 +73,7 @@ class EncodeAnswer(msgspec.Struct, frozen=True):
 
 
 class EncodeResult(NamedTuple):
-    """What Session.encode returns: attach `handle`; `answer` says the rest."""
+    """What post_encode returns: attach `handle`; `answer` says the rest."""
 
     handle: Handle
     answer: EncodeAnswer
@@ -112,7 +113,7 @@ def post_encode(
 
     EncodeRefused for an answer that is not 2xx, WaitTimeout if none came, SessionClosed if nobody serves.
     """
-    items = list(mm_items) if _is_list(mm_items) else [mm_items]
+    items = items_of(mm_items)
     request = {
         "req_id": req_id or secrets.token_hex(16),
         "mm_items": items,  # bytes become base64 on the way
@@ -132,8 +133,11 @@ def post_encode(
     return EncodeResult(answer.handle, answer)
 
 
-def _is_list(mm_items: Item | Sequence[Item]) -> bool:
-    return isinstance(mm_items, Sequence) and not isinstance(mm_items, str | bytes | bytearray | memoryview)
+def items_of(mm_items: Item | Sequence[Item]) -> list[Item]:
+    """One item, or several, as a list."""
+    if isinstance(mm_items, str | bytes | bytearray | memoryview | Mapping):
+        return [mm_items]
+    return list(mm_items)
 
 
 def _connection(where: str, timeout: float) -> http.client.HTTPConnection:

@@ -123,8 +123,31 @@ class WorkerState(IntEnum):
 
 
 # --- SESSION regions: the client writes one memfd, control the other (read-only at the client). ---
-SESSION_SIDE_OFFSET: Final = 128  # the ring side begins right after the region header
-SESSION_SLOT_COUNT: Final = 1024
+# Both begin with a region header. The client's: submission ring (producer side), completion ring (consumer
+# side), input region. Control's: submission ring (consumer side), completion ring (producer side), faults.
+SESSION_SIDE_OFFSET: Final = 128  # the submission ring's side begins right after the region header
+SESSION_SLOT_COUNT: Final = 1024  # of the submission ring
+SESSION_REQUEST_SLOTS: Final = 256  # requests under way at once; slots of the completion ring
+SESSION_COMPLETION_CONSUMER_OFFSET: Final = SESSION_SIDE_OFFSET + producer_side_bytes(SESSION_SLOT_COUNT)
+SESSION_INPUT_OFFSET: Final = page_align(SESSION_COMPLETION_CONSUMER_OFFSET + CONSUMER_SIDE_BYTES)
+SESSION_COMPLETION_PRODUCER_OFFSET: Final = SESSION_SIDE_OFFSET + CONSUMER_SIDE_BYTES
+# One run of SESSION_FAULT_BYTES for each request slot: msgpack SessionFault.
+SESSION_FAULT_OFFSET: Final = page_align(
+    SESSION_COMPLETION_PRODUCER_OFFSET + producer_side_bytes(SESSION_REQUEST_SLOTS)
+)
+SESSION_FAULT_BYTES: Final = 512
+SESSION_CONTROL_BYTES: Final = page_align(SESSION_FAULT_OFFSET + SESSION_REQUEST_SLOTS * SESSION_FAULT_BYTES)
+
+
+def session_client_bytes(input_bytes: int) -> int:
+    """Size of a session's client region whose input region has input_bytes."""
+    return SESSION_INPUT_OFFSET + page_align(input_bytes)
+
+
+def session_fault_offset(request: int) -> int:
+    """Where control leaves the words for a failed request of this number."""
+    return SESSION_FAULT_OFFSET + request % SESSION_REQUEST_SLOTS * SESSION_FAULT_BYTES
+
 
 # --- SEGMENT region ---
 BLOCK_TABLE_OFFSET: Final = 4096
@@ -330,26 +353,118 @@ class SessionKind(IntEnum):
     """What a session's client says through its submission ring."""
 
     RELEASE = 1
+    ENCODE = 2
+    CANCEL = 3
 
 
-_SESSION_DESCRIPTOR: Final = struct.Struct("<IIQ112x")
+@unique
+class SessionWait(IntEnum):
+    """When an encode is answered: with all rows, or as soon as its sizes are known."""
+
+    READY = 0
+    SHAPE = 1
+
+
+_SESSION_DESCRIPTOR: Final = struct.Struct("<IIQQQQQII72x")
 
 
 class SessionDescriptor(NamedTuple):
-    """Client -> control, untrusted. RELEASE ends the lease with this number, if it is this session's."""
+    """Client -> control, untrusted.
+
+    RELEASE ends the lease with this number, if it is this session's. ENCODE: the run of nbytes at offset in
+    the input region is [msgpack RequestMetadata, metadata_bytes][req_id in UTF-8, req_id_bytes][items], its
+    ItemSources counted from the run's start; it stays as it is until the answer. request: the client's
+    number; no two under way may be equal modulo SESSION_REQUEST_SLOTS. deadline_ns: CLOCK_MONOTONIC. CANCEL
+    ends the request of this number with a FAILED, unless it has its answer already.
+    """
 
     kind: int
-    lease: int
+    lease: int = 0
+    request: int = 0
+    offset: int = 0
+    nbytes: int = 0
+    deadline_ns: int = 0
+    metadata_bytes: int = 0
+    req_id_bytes: int = 0
+    wait: int = SessionWait.READY
 
     def pack(self) -> bytes:
         """The 128-byte slot."""
-        return _SESSION_DESCRIPTOR.pack(self.kind, 0, self.lease)
+        return _SESSION_DESCRIPTOR.pack(
+            self.kind, self.wait, self.lease, self.request, self.offset, self.nbytes,
+            self.deadline_ns, self.metadata_bytes, self.req_id_bytes,
+        )  # fmt: skip
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
-        """Parse without judging: the kind may be anything."""
-        kind, _, lease = _SESSION_DESCRIPTOR.unpack(raw)
-        return cls(kind, lease)
+        """Parse without judging: every field may be anything."""
+        kind, wait, lease, request, offset, nbytes, deadline_ns, metadata_bytes, req_id_bytes = (
+            _SESSION_DESCRIPTOR.unpack(raw)
+        )
+        return cls(kind, lease, request, offset, nbytes, deadline_ns, metadata_bytes, req_id_bytes, wait)
 
 
 assert _SESSION_DESCRIPTOR.size == SLOT_BYTES
+
+
+@unique
+class SessionAnswer(IntEnum):
+    """How an encode that came over a session is answered."""
+
+    SHAPE = 1
+    READY = 2
+    FAILED = 3
+
+
+_SESSION_COMPLETION: Final = struct.Struct("<IIQQQQQ9I44x")
+
+
+class SessionCompletion(NamedTuple):
+    """Control -> client: the one answer to the ENCODE of this number.
+
+    SHAPE and READY: lease is this session's already; the rest describes the block as a Handle does. FAILED:
+    status is HTTP's, retry_after_ms may be 0, and fault_bytes of msgpack SessionFault lie at
+    session_fault_offset(request) until the client uses that request slot again.
+    """
+
+    kind: SessionAnswer
+    request: int
+    lease: int = 0
+    generation: int = 0
+    offset: int = 0
+    nbytes: int = 0
+    segment: int = 0
+    epoch: int = 0
+    block: int = 0
+    rows: int = 0
+    dim: int = 0
+    dtype: int = 0
+    metadata_bytes: int = 0
+    status: int = 0
+    retry_after_ms: int = 0
+    fault_bytes: int = 0
+
+    def pack(self) -> bytes:
+        """The 128-byte slot."""
+        return _SESSION_COMPLETION.pack(
+            self.kind, self.status, self.request, self.lease, self.generation, self.offset, self.nbytes,
+            self.segment, self.epoch, self.block, self.rows, self.dim, self.dtype, self.metadata_bytes,
+            self.retry_after_ms, self.fault_bytes,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """Parse a slot; RegionCorrupt for an unknown kind."""
+        (kind, status, request, lease, generation, offset, nbytes, segment, epoch, block, rows, dim, dtype,
+         metadata_bytes, retry_after_ms, fault_bytes) = _SESSION_COMPLETION.unpack(raw)  # fmt: skip
+        try:
+            known = SessionAnswer(kind)
+        except ValueError:
+            raise RegionCorrupt(f"unknown session answer {kind}") from None
+        return cls(
+            known, request, lease, generation, offset, nbytes, segment, epoch, block, rows, dim, dtype,
+            metadata_bytes, status, retry_after_ms, fault_bytes,
+        )  # fmt: skip
+
+
+assert _SESSION_COMPLETION.size == SLOT_BYTES

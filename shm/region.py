@@ -112,12 +112,15 @@ def create_region(
     epoch: int = 0,
     capacity: int = 0,
     payload_offset: int = 0,
+    reserve_bytes: int | None = None,
     backing: Backing,
     label: str,
 ) -> Region:
     """A new, reserved, writable region that only its descriptor leads to.
 
     size_bytes: whole pages. boot_id: 16 bytes. label: for messages and /proc/PID/maps, no secret.
+    reserve_bytes: how much of it has its pages from the start (default: all); no process of ours may touch
+    the rest through a mapping.
     RegionUnavailable if that much cannot be had; nothing is left behind then.
     """
     if size_bytes <= 0 or size_bytes % PAGE_BYTES:
@@ -126,7 +129,7 @@ def create_region(
     with ExitStack() as undo:
         fd = _open_posix() if backing is Backing.POSIX else _open_memfd(label)
         undo.callback(os.close, fd)
-        _reserve(fd, size_bytes, backing, label)
+        _reserve(fd, size_bytes, size_bytes if reserve_bytes is None else reserve_bytes, backing, label)
         if backing is Backing.MEMFD:
             _add_seals(fd, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         memory = mmap.mmap(fd, size_bytes)
@@ -236,17 +239,17 @@ def _open_memfd(label: str) -> int:
     return fd
 
 
-def _reserve(fd: int, size_bytes: int, backing: Backing, label: str) -> None:
-    """Give the object its size and all its pages: a full machine is an error here and no SIGBUS later."""
+def _reserve(fd: int, size_bytes: int, reserve_bytes: int, backing: Backing, label: str) -> None:
+    """Give the object its size and its pages: a full machine is an error here and no SIGBUS later."""
     room = posix_room() if backing is Backing.POSIX else memory_room()
-    if size_bytes > room.free_bytes:
-        raise _unavailable(size_bytes, backing, label)
+    if reserve_bytes > room.free_bytes:
+        raise _unavailable(reserve_bytes, backing, label)
     try:
         os.ftruncate(fd, size_bytes)
-        os.posix_fallocate(fd, 0, size_bytes)
+        os.posix_fallocate(fd, 0, reserve_bytes)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise _unavailable(size_bytes, backing, label) from None
+            raise _unavailable(reserve_bytes, backing, label) from None
         raise
 
 

@@ -1,6 +1,7 @@
-"""The client's end of a session's ring, on which it tells the daemon that leases have ended.
+"""The client's end of a session's submission ring, on which it tells the daemon that leases have ended.
 
 Each Session has one; views call it when they are released, and the garbage collector when it finds them.
+`shm.encode_ring` sends its encodes through it too: a ring has one producer.
 """
 
 import os
@@ -9,6 +10,7 @@ import threading
 from collections import deque
 
 from shm import _core
+from shm.errors import SessionClosed
 from shm.layout import SESSION_SIDE_OFFSET, SESSION_SLOT_COUNT, SessionDescriptor, SessionKind
 from shm.region import Region
 
@@ -54,6 +56,16 @@ class ReleaseRing:
                     return
             finally:
                 self._lock.release()
+
+    def send(self, descriptor: SessionDescriptor) -> bool:
+        """Publish one, after what is queued; False if the ring is full. SessionClosed."""
+        with self._lock:
+            if self._closed:
+                raise SessionClosed("this session is closed")
+            sent = self._publish_all() and self._ring.try_publish(descriptor.pack())
+        if self._ended:  # the garbage collector found the lock taken
+            self.flush()
+        return sent
 
     def live(self) -> int:
         """Leases that have not ended."""

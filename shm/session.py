@@ -16,19 +16,29 @@ import msgspec
 from shm import _core
 from shm.errors import SessionClosed
 from shm.layout import (
-    CONSUMER_SIDE_BYTES,
+    SESSION_COMPLETION_CONSUMER_OFFSET,
+    SESSION_COMPLETION_PRODUCER_OFFSET,
+    SESSION_CONTROL_BYTES,
+    SESSION_FAULT_BYTES,
+    SESSION_INPUT_OFFSET,
+    SESSION_REQUEST_SLOTS,
     SESSION_SIDE_OFFSET,
     SESSION_SLOT_COUNT,
     RegionKind,
-    page_align,
-    producer_side_bytes,
+    session_client_bytes,
+    session_fault_offset,
 )
+from shm.messages import SessionFault
 from shm.region import Backing, Region, create_region, reopen_read_only, seal_against_writers, seal_size
 
 DATAGRAM_BYTES: Final = 64 << 10
 # SCM_MAX_FD: the kernel passes no more beside one datagram.
 MAX_DESCRIPTORS: Final = 253
 _CREDENTIALS: Final = struct.Struct("=iII")
+# What may be said about a failed request beside its code; the rest is cut off.
+_FAULT_MESSAGE_BYTES: Final = SESSION_FAULT_BYTES - 64
+
+_PIECES_MAX: Final = 1024  # IOV_MAX
 
 Message = TypeVar("Message")
 
@@ -42,9 +52,10 @@ class PeerCredentials(NamedTuple):
 
 
 class SessionRegions:
-    """Control's hold on one session's two memfds and its bell; closing it ends the ring.
+    """Control's hold on one session's two memfds and its bell; closing it ends the rings.
 
     client: written by the client, untrusted. control: written here. `descriptors` go into Welcome.
+    releases: the submission ring, which began with releases only; completions: answers to encodes.
     """
 
     def __init__(self, client: Region, control: Region, control_read_only_fd: int, bell: int) -> None:
@@ -55,6 +66,29 @@ class SessionRegions:
         self.releases = _core.Consumer(
             client.memory, SESSION_SIDE_OFFSET, control.memory, SESSION_SIDE_OFFSET, SESSION_SLOT_COUNT
         )
+        # A futex bell on the client's own word: exchanged, never believed.
+        self.completions = _core.Producer(
+            control.memory,
+            SESSION_COMPLETION_PRODUCER_OFFSET,
+            client.memory,
+            SESSION_COMPLETION_CONSUMER_OFFSET,
+            SESSION_REQUEST_SLOTS,
+        )
+
+    @property
+    def input_fd(self) -> int:
+        """Where read_run finds the client's input region."""
+        return self.client.fd
+
+    def store_fault(self, request: int, fault: SessionFault) -> int:
+        """Leave the words for a request that is about to be answered FAILED; how many bytes they are."""
+        run = msgspec.msgpack.encode(fault)
+        if len(run) > SESSION_FAULT_BYTES:
+            cut = fault.message.encode()[:_FAULT_MESSAGE_BYTES].decode(errors="ignore")
+            run = msgspec.msgpack.encode(SessionFault(fault.code, cut))
+        offset = session_fault_offset(request)
+        self.control.view[offset : offset + len(run)] = run
+        return len(run)
 
     @property
     def descriptors(self) -> list[int]:
@@ -64,6 +98,7 @@ class SessionRegions:
     def close(self) -> None:
         """Give everything back. `releases` refuses to be used afterwards."""
         self.releases.close()
+        self.completions.close()
         self.client.close()
         self.control.close()
         os.close(self.control_read_only_fd)
@@ -78,8 +113,11 @@ class SessionRegions:
         self.close()
 
 
-def create_session_regions(boot_id: bytes, session: int) -> SessionRegions:
+def create_session_regions(boot_id: bytes, session: int, input_bytes: int = 0) -> SessionRegions:
     """Two new memfds and an eventfd for one session. RegionUnavailable.
+
+    input_bytes: the client's input region, whose pages come as the client writes them. Control reads it with
+    read() only: a hole there is zeros, where a mapping would make control pay for the page, or die of it.
 
     The client's is sealed SHRINK|GROW|SEAL: a reader that could shrink it would kill control by SIGBUS.
     Control's is sealed against every new writer, so that its read-only descriptor stays read-only.
@@ -88,10 +126,12 @@ def create_session_regions(boot_id: bytes, session: int) -> SessionRegions:
         client = undo.enter_context(
             create_region(
                 RegionKind.SESSION_CLIENT,
-                page_align(SESSION_SIDE_OFFSET + producer_side_bytes(SESSION_SLOT_COUNT)),
+                session_client_bytes(input_bytes),
                 boot_id=boot_id,
                 place=session,
                 capacity=SESSION_SLOT_COUNT,
+                payload_offset=SESSION_INPUT_OFFSET,
+                reserve_bytes=SESSION_INPUT_OFFSET,
                 backing=Backing.MEMFD,
                 label="session-client",
             )
@@ -100,7 +140,7 @@ def create_session_regions(boot_id: bytes, session: int) -> SessionRegions:
         control = undo.enter_context(
             create_region(
                 RegionKind.SESSION_CONTROL,
-                page_align(SESSION_SIDE_OFFSET + CONSUMER_SIDE_BYTES),
+                SESSION_CONTROL_BYTES,
                 boot_id=boot_id,
                 place=session,
                 capacity=SESSION_SLOT_COUNT,
@@ -116,6 +156,37 @@ def create_session_regions(boot_id: bytes, session: int) -> SessionRegions:
         regions = SessionRegions(client, control, read_only_fd, bell)
         undo.pop_all()
     return regions
+
+
+def read_run(input_fd: int, offset: int, target: memoryview) -> None:
+    """Copy a run of the client's input region, once, whatever the client does to it meanwhile.
+
+    offset: from the input region's start; the caller has checked the range. Releases the interpreter lock.
+    """
+    copied = 0
+    while copied < len(target):
+        # read() stops after 2 GiB, and at the object's end, which is sealed.
+        copied += os.preadv(input_fd, [target[copied:]], SESSION_INPUT_OFFSET + offset + copied)
+
+
+def write_run(input_fd: int, offset: int, pieces: list[bytes | bytearray | memoryview]) -> None:
+    """The client's side of read_run: the pieces one behind the other, written once.
+
+    OSError if the kernel has no memory for it.
+    """
+    position = SESSION_INPUT_OFFSET + offset
+    for start in range(0, len(pieces), _PIECES_MAX):
+        position += _write_all(input_fd, pieces[start : start + _PIECES_MAX], position)
+
+
+def _write_all(input_fd: int, pieces: list[bytes | bytearray | memoryview], position: int) -> int:
+    nbytes = sum(map(len, pieces))
+    written = os.pwritev(input_fd, pieces, position)
+    if written < nbytes:  # more than 2 GiB at once, or a signal
+        rest = memoryview(b"".join(pieces))
+        while written < nbytes:
+            written += os.pwrite(input_fd, rest[written:], position + written)
+    return nbytes
 
 
 def peer_credentials(connection: socket.socket) -> PeerCredentials:

@@ -5,12 +5,14 @@ import asyncio
 import pytest
 
 from app.errors import DuplicateRequest, RequestError, WorkerLost
-from app.inflight import Inflight
+from app.inflight import Inflight, Outcome
 from app.jobs import Encoded
 from tests.app.support import make_job, on_loop, small_arena
 
+OUTCOME = Outcome.__new__(Outcome)
 
-def answers() -> Encoded:
+
+def answers(_: Outcome) -> Encoded:
     """A fresh object each time; what is in it does not matter to the table."""
     return Encoded.__new__(Encoded)
 
@@ -22,7 +24,7 @@ async def test_the_same_request_joins_and_each_gets_an_answer_of_its_own() -> No
         flight = inflight.open(make_job(arena, "key", b"item"))
         assert inflight.find(make_job(arena, "key", b"item")) is flight
         first, second = flight.join(), flight.join()
-        flight.answer(answers)
+        flight.answer(OUTCOME, answers)
         assert await first is not await second
         inflight.end(flight)
 

@@ -168,8 +168,7 @@ def test_arrays_are_read_only_and_no_copy(stub: Daemon, stub_session: Session) -
 # --- wait=shape ---
 def test_a_handle_given_out_at_shape_known_can_be_waited_for(stub: Daemon, stub_session: Session) -> None:
     item = stub_item(rows=32, forward_ms=300)
-    result = stub_session.encode([item], wait="shape")
-    with stub_session.attach(result.handle) as view:
+    with stub_session.encode([item], wait="shape") as view:
         assert (view.rows, view.dim) == (32, 256)
         assert [part.row_count for part in view.metadata.items] == [32]
         view.wait_ready(timeout=60.0)
@@ -180,8 +179,7 @@ def test_a_handle_given_out_at_shape_known_can_be_waited_for(stub: Daemon, stub_
 
 def test_waiting_for_rows_has_its_own_timeout(stub: Daemon, stub_session: Session) -> None:
     item = stub_item(forward_ms=500)
-    result = stub_session.encode([item], wait="shape")
-    with stub_session.attach(result.handle) as view:
+    with stub_session.encode([item], wait="shape") as view:
         with pytest.raises(WaitTimeout):
             view.wait_ready(timeout=0.001)
         view.wait_ready(timeout=60.0)
@@ -189,18 +187,17 @@ def test_waiting_for_rows_has_its_own_timeout(stub: Daemon, stub_session: Sessio
 
 
 def test_waiting_on_a_worker_that_dies_ends_in_worker_lost(stub: Daemon, stub_session: Session) -> None:
-    result = stub_session.encode([stub_item(forward_ms=60_000)], wait="shape")
-    with stub_session.attach(result.handle) as view:
-        os.kill(stub.http.workers()[result.handle.segment]["pid"], signal.SIGKILL)
+    with stub_session.encode([stub_item(forward_ms=60_000)], wait="shape") as view:
+        os.kill(stub.http.workers()[view.handle.segment]["pid"], signal.SIGKILL)
         with pytest.raises(WorkerLost):
             view.wait_ready(timeout=60.0)
     wait_all_free(stub.attach_socket)
 
 
 def test_waiting_on_a_failed_encode_ends_in_encode_failed(stub: Daemon, stub_session: Session) -> None:
-    result = stub_session.encode([stub_item(forward_ms=200, fault="error-in-forward")], wait="shape")
-    with pytest.raises(EncodeFailed):  # noqa: SIM117 - by attach or by the wait, whichever comes after the failure
-        with stub_session.attach(result.handle) as view:
+    item = stub_item(forward_ms=200, fault="error-in-forward")
+    with pytest.raises(EncodeFailed):  # noqa: SIM117 - by encode or by the wait, whichever comes after the failure
+        with stub_session.encode([item], wait="shape") as view:
             view.wait_ready(timeout=60.0)
     wait_all_free(stub.attach_socket)
 

@@ -137,8 +137,10 @@ def test_defaults_aliases_and_unknown_fields_are_taken(stub: Daemon, stub_sessio
 
 def test_the_client_librarys_encode_equals_plain_http(stub: Daemon, stub_session: Session) -> None:
     items = [stub_item(), stub_item(rows=5)]
-    result = stub_session.encode(items, req_id="library")
-    check_rows(stub_session, result.handle, *items)
+    with stub_session.encode(items, req_id="library") as view:
+        assert np.array_equal(view.numpy(), expected_rows(*items))
+    with stub_session.encode([data_url(item) for item in items], req_id="library") as view:
+        assert np.array_equal(view.numpy(), expected_rows(*items))
 
 
 def test_both_listeners_serve_the_same(stub: Daemon, stub_session: Session) -> None:
