@@ -120,7 +120,7 @@ def test_frames_are_the_recorded_pictures(reader: VideoReader, case: dict[str, A
     if "canonical" in facts:
         recorded = np.asarray(Image.open(CASES / facts["canonical"]).convert("RGB"))
         difference = np.abs(frames.reshape(-1, width, 3).astype(int) - recorded)
-        assert difference.max() <= 2
+        assert difference.max() == 0
 
 
 @pytest.mark.parametrize("family", PROCESSORS)
