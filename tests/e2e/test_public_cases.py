@@ -18,6 +18,7 @@ import torch
 from shm.client import connect
 from tests.e2e.conftest import STUB
 from tests.e2e.daemon import REPOSITORY, Daemon
+from tests.e2e.load import Load
 from tests.e2e.raw_session import wait_all_free
 from tests.e2e.scenario import Player
 from tests.e2e.stub_items import check_rows, expected_rows, stub_item
@@ -145,20 +146,15 @@ def test_transfer_kill_9_with_twenty_unclaimed_results_leaves_nothing() -> None:
 
 def test_transfer_a_burst_into_small_memory_is_200_or_503_and_recovers() -> None:
     """tr_shm_small_docker, on the memfd backing that a small /dev/shm makes the daemon choose."""
-    options = (
-        "--tower",
-        "stub",
-        "--segment-size",
-        "32MiB",
-        "--arena-size",
-        "100MiB",
-        "--shm-backing",
-        "memfd",
-    )
-    with Daemon(".", *options) as daemon, connect(daemon.attach_socket) as session:
-        answers = [daemon.http.encode(stub_item(rows=4096)) for _ in range(40)]  # 4 MiB each
-        assert {answer.status for answer in answers} == {200, 503}
+    small = ("--segment-size", "32MiB", "--arena-size", "100MiB", "--shm-backing", "memfd")
+    with Daemon(".", "--tower", "stub", *small) as daemon, connect(daemon.attach_socket) as session:
+        with Load(daemon.http, threads=40) as load:
+            for _ in range(40):
+                load.post(stub_item(rows=4096))  # 4 MiB each
+            answers = [outcome.answer for outcome in load.rest()]
+        assert {answer.status for answer in answers if answer} == {200, 503}
         for answer in answers:
+            assert answer is not None
             if answer.status == 200:
                 assert daemon.http.release(answer.handle).status == 200
             else:
