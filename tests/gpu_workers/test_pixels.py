@@ -13,7 +13,6 @@ import transformers
 from PIL import Image, ImageOps
 from transformers import AutoImageProcessor
 
-from gpu_workers import _pixels
 from gpu_workers.errors import ConfigurationError
 from gpu_workers.media.image import ImageReader
 from gpu_workers.media.pixels import Frames, HostPixels, Pixels, TorchPixels, open_pixels
@@ -216,39 +215,3 @@ def test_values_outlive_everything_they_were_made_of(tmp_path: Path) -> None:
     values, height, width = expected(processor, noise(900, 900))
     row = HostPixels(processor, torch.float32).pixel_values(noise(900, 900)[None], height, width)[-1]
     assert torch.equal(row, values[-1])
-
-
-def test_sizes_that_do_not_match_the_buffers_are_refused() -> None:
-    table = np.zeros((3, 256), np.float32)
-    frames, patches = np.zeros((1, 4, 4, 3), np.uint8), np.zeros((4, 12), np.float32)
-    _pixels.patchify(frames, table, patches, 1, 4, 4, 2, 2, 1)
-    enormous = 1 << 62
-    for sizes in [
-        (2, 4, 4, 2, 2, 1),
-        (1, 8, 4, 2, 2, 1),
-        (1, 4, 4, 2, 2, 2),
-        (1, 4, 4, 3, 1, 1),
-        (1, 4, 4, 0, 2, 1),
-        (1, 4, 4, 2, 2, -1),
-        (1, 4, 4, enormous, 4, 1),
-        (enormous, 4, 4, 2, 2, 1),
-        (1, 4, 4, 2, 2, enormous),
-    ]:
-        with pytest.raises(ValueError, match=r"size|multiples"):
-            _pixels.patchify(frames, table, patches, *sizes)
-
-
-def test_tables_of_another_shape_are_refused() -> None:
-    frames, patches = np.zeros((1, 4, 4, 3), np.uint8), np.zeros((4, 12), np.float32)
-    for table in (np.zeros((3, 256), np.float64), np.zeros((3, 255), np.float32), np.zeros(0, np.float32)):
-        with pytest.raises(ValueError, match="table"):
-            _pixels.patchify(frames, table, patches, 1, 4, 4, 2, 2, 1)
-
-
-def test_patches_must_be_writable_and_aligned() -> None:
-    frames, table = np.zeros((1, 4, 4, 3), np.uint8), np.zeros((3, 256), np.float32)
-    with pytest.raises(TypeError, match="read-write"):
-        _pixels.patchify(frames, table, bytes(4 * 12 * 4), 1, 4, 4, 2, 2, 1)
-    odd = np.zeros(4 * 12 * 4 + 1, np.uint8)[1:]
-    with pytest.raises(ValueError, match="aligned"):
-        _pixels.patchify(frames, table, odd, 1, 4, 4, 2, 2, 1)

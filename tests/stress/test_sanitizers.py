@@ -1,4 +1,4 @@
-"""The extension's own tests once more, with it built for the address and undefined sanitizers."""
+"""The extensions' own tests once more, with them built for the address and undefined sanitizers."""
 
 import os
 import shutil
@@ -12,7 +12,14 @@ from tests.needs import program
 
 ROOT = Path(__file__).parents[2]
 # The hammers of test_doorbell.py and test_block.py are about order between processes: threads.c has those.
-TESTS = ("test_ring.py", "test_doorbell.py", "test_block.py", "test_base64.py", "test_module.py")
+TESTS = (
+    "tests/shm/test_ring.py",
+    "tests/shm/test_doorbell.py",
+    "tests/shm/test_block.py",
+    "tests/shm/test_base64.py",
+    "tests/shm/test_module.py",
+    "tests/gpu_workers/test_patchify.py",
+)
 NOT_HERE = "not lost and not is_never_seen_half"
 
 pytestmark = program("gcc", package="gcc")
@@ -27,10 +34,10 @@ def library(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tree of its own: shm's Python files, the tests, and an extension that was built for it."""
+    """A tree of its own: the Python files, the tests, and extensions that were built for it."""
     tree = tmp_path_factory.mktemp("sanitized")
     ignore = shutil.ignore_patterns("*.so", "__pycache__", "conftest.py")
-    for folder in ("shm", "tests/shm"):
+    for folder in ("shm", "gpu_workers", "tests/shm", "tests/gpu_workers"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignore)
     for name in ("setup.py", "tests/__init__.py"):
         shutil.copy(ROOT / name, tree / name)
@@ -54,7 +61,7 @@ def test_the_extensions_tests_pass_under_the_address_and_undefined_sanitizers(sa
         "PYTHONMALLOC": "malloc",  # so that every bytes object has red zones around it
     }
     finished = subprocess.run(
-        [sys.executable, "-m", "pytest", "-k", NOT_HERE, *(f"tests/shm/{name}" for name in TESTS)],
+        [sys.executable, "-m", "pytest", "-k", NOT_HERE, *TESTS],
         cwd=sanitized,
         env=environment,
         capture_output=True,
@@ -64,8 +71,8 @@ def test_the_extensions_tests_pass_under_the_address_and_undefined_sanitizers(sa
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
-def test_the_sanitized_tree_runs_its_own_extension(sanitized: Path) -> None:
-    built = sanitized / "shm" / "_core.abi3.so"
-    symbols = built.read_bytes()
+@pytest.mark.parametrize("built", ["shm/_core.abi3.so", "gpu_workers/_pixels.abi3.so"])
+def test_the_sanitized_tree_runs_its_own_extensions(sanitized: Path, built: str) -> None:
+    symbols = (sanitized / built).read_bytes()
     assert b"__asan_report_load" in symbols
     assert b"__ubsan_handle" in symbols
