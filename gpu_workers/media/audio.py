@@ -204,7 +204,10 @@ def _decoded_frames(container: av.container.InputContainer, stream: AudioStream)
 
 def _mono(frame: AudioFrame) -> Samples:
     """Average of the channels, full scale 1. Packed frames interleave their channels in one row."""
-    values: npt.NDArray[Any] = frame.to_ndarray()
+    try:
+        values: npt.NDArray[Any] = frame.to_ndarray()
+    except ValueError:  # 64-bit integers
+        raise ItemError(ErrorCode.UNSUPPORTED_FORMAT) from None
     if frame.format.is_packed:
         values = values.reshape(-1, frame.layout.nb_channels).T
     if values.dtype == np.uint8:

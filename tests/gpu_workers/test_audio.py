@@ -211,6 +211,11 @@ def test_a_sound_over_the_limit_is_refused_with_both_numbers() -> None:
     assert (probed.value.code, probed.value.value) == (ErrorCode.TOO_LONG, 3)
 
 
+def test_samples_wider_than_any_sound_are_refused(reader: AudioReader) -> None:
+    data = wav(np.zeros(100, "<i8").tobytes(), bits=64)
+    assert refusal(reader, data).code is ErrorCode.UNSUPPORTED_FORMAT
+
+
 def test_a_rate_that_no_sound_has_is_refused(reader: AudioReader) -> None:
     assert refusal(reader, wav(pcm16(tone(100)), rate=4_000_000)).code is ErrorCode.UNSUPPORTED_FORMAT
 
