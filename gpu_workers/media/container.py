@@ -128,9 +128,7 @@ def open_container(data: memoryview, not_this: ErrorCode) -> Iterator[av.contain
             buffer_size=_READ_BYTES,
             io_open=_refuse_to_open,
         )
-    except MemoryError:
-        raise
-    except (av.FFmpegError, OSError, ValueError):
+    except (av.FFmpegError, OSError, ValueError):  # out of memory too: a header that claims gigabytes
         raise ItemError(_why_not_opened(bytes(data[:16]), not_this)) from None
     with container:
         yield container
