@@ -25,6 +25,13 @@ def check_headers(headers: Headers, max_body_bytes: int) -> None:
         raise _too_large(max_body_bytes)
 
 
+def announced_media_bytes(headers: Headers) -> int:
+    """Upper bound of the media in a body of the announced length (base64 is four characters for three bytes);
+    0 if it does not say."""
+    length = headers.get("content-length", "")
+    return int(length) * 3 // 4 if length.isascii() and length.isdigit() and len(length) < 16 else 0
+
+
 async def read_body(receive: Receive, headers: Headers, config: ServeConfig, max_bytes: int) -> bytearray:
     """The whole body. BodyTooLarge as soon as the count passes max_bytes; BodyTimeout when no byte came for
     body_idle_timeout_s or the whole took longer than body_total_timeout_s; RequestCancelled when the client

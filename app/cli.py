@@ -157,10 +157,24 @@ def _add_memory_options(parser: argparse.ArgumentParser, defaults: ServeConfig) 
 def _add_limit_options(parser: argparse.ArgumentParser, defaults: ServeConfig) -> None:
     group = parser.add_argument_group("limits")
     group.add_argument("--max-queued-requests", type=int, default=defaults.max_queued_requests, metavar="N")
+    group.add_argument(
+        "--max-queued-bytes",
+        type=parse_size,
+        default=defaults.max_queued_bytes,
+        metavar="512MiB",
+        help="of media of all requests under way",
+    )
     group.add_argument("--max-body-size", type=parse_size, default=defaults.max_body_bytes, metavar="96MiB")
     group.add_argument("--max-pixels", type=int, default=defaults.max_pixels, metavar="N")
     group.add_argument("--request-timeout", type=float, default=defaults.request_timeout_s, metavar="S")
     group.add_argument("--stall-timeout", type=float, default=defaults.stall_timeout_s, metavar="S")
+    group.add_argument(
+        "--stuck-share",
+        type=float,
+        default=defaults.stuck_share,
+        metavar="SHARE",
+        help="of the stall time-out, after which what a stuck worker has is tried on another one too",
+    )
     group.add_argument(
         "--lease-timeout",
         type=float,
@@ -211,12 +225,14 @@ def _serve_config(parsed: argparse.Namespace, checkpoint: str) -> ServeConfig:
         attach_socket=parsed.attach_socket or default_attach_socket(),
         attach_allow_uids=tuple(parsed.attach_allow_uid or (os.getuid(), 0)),
         max_queued_requests=parsed.max_queued_requests,
+        max_queued_bytes=parsed.max_queued_bytes,
         max_body_bytes=parsed.max_body_size,
         max_item_bytes=parsed.media_url_max_file_size_mb << 20,
         allow_private_media=parsed.allow_private_media,
         allowed_media_domains=tuple(domain.lower() for domain in parsed.allowed_media_domains),
         allowed_local_media_path=parsed.allowed_local_media_path,
         stall_timeout_s=parsed.stall_timeout,
+        stuck_share=parsed.stuck_share,
         request_timeout_s=parsed.request_timeout,
         lease_timeout_s=parsed.lease_timeout,
         shutdown_timeout_s=parsed.shutdown_timeout,

@@ -17,7 +17,7 @@ from app.errors import from_worker
 from app.inflight import Outcome
 from app.jobs import Encoded, Timings
 from app.worker import LINK_SLOT_COUNT
-from shm.errors import RegionCorrupt
+from shm.errors import ErrorCode, RegionCorrupt
 from shm.layout import NO_BLOCK, BlockState, Completion, CompletionKind
 from shm.messages import Handle
 
@@ -40,11 +40,13 @@ class HandleOrigin:
 
 @dataclass(frozen=True, slots=True)
 class CompletionStatistics:
-    """Records taken since the start, by outcome."""
+    """Records taken since the start, by outcome. dropped: those of failed whose client had gone or whose
+    deadline had passed before their forward."""
 
     shapes: int
     ready: int
     failed: int
+    dropped: int
 
 
 class Completions:
@@ -63,6 +65,7 @@ class Completions:
         self._segments = segments
         self._origin = origin
         self._on_progress = on_progress
+        self._dropped = 0
         self._taken = dict.fromkeys(CompletionKind, 0)
         self._settle_by_kind = {
             CompletionKind.SHAPE_KNOWN: self._shape_known,
@@ -97,7 +100,10 @@ class Completions:
         """Counts since the start."""
         taken = self._taken
         return CompletionStatistics(
-            taken[CompletionKind.SHAPE_KNOWN], taken[CompletionKind.READY], taken[CompletionKind.FAILED]
+            taken[CompletionKind.SHAPE_KNOWN],
+            taken[CompletionKind.READY],
+            taken[CompletionKind.FAILED],
+            self._dropped,
         )
 
     def _take(self, worker: Worker, limit: int) -> bool:
@@ -135,7 +141,9 @@ class Completions:
         """The block is being filled: those who asked for the shape have their answer."""
         if attempt.block is not None:
             raise RegionCorrupt(f"ticket {attempt.ticket} has a second shape")
-        block = attempt.block = worker.segment.admit(record, attempt)
+        block = worker.segment.admit(record, attempt)
+        worker.shape_known(attempt, block)
+        self._inflight.costs.learn(attempt.flight.job, block.rows)
         if attempt.flight.job.wait == "shape" and attempt.flight.is_wanted:
             self._give_shape(attempt, block)
 
@@ -144,16 +152,20 @@ class Completions:
         attempt.flight.answer(Outcome(block, "shape", Timings(), attempt.number), self._encoded)
 
     def _ready(self, worker: Worker, attempt: Attempt, record: Completion) -> None:
-        """The block is whole: everybody who waits has a lease on it, or it goes back."""
+        """The block is whole: everybody who waits has a lease on it. It goes back if nobody does, because
+        all have left or because another attempt was first."""
         block = attempt.block or worker.segment.admit(record, attempt)
         worker.segment.confirm(block, record, BlockState.READY)
-        self._end(worker, attempt)
+        flight = attempt.flight
+        self._inflight.attempt_ended(attempt)
         worker.has_served = True
         block.attempt = None
+        if not flight.is_over:
+            self._inflight.conclude(flight)
         timings = Timings(
             record.queue_us, record.preprocess_us, record.forward_us, record.copy_us, record.batch_items
         )
-        attempt.flight.answer(Outcome(block, "ready", timings, attempt.number), self._encoded)
+        flight.answer(Outcome(block, "ready", timings, attempt.number), self._encoded)
         self._leases.block_ended(block)
 
     def _failed(self, worker: Worker, attempt: Attempt, record: Completion) -> None:
@@ -161,20 +173,22 @@ class Completions:
         block = attempt.block
         if block is not None:
             worker.segment.confirm(block, record, BlockState.FAILED)
-        self._end(worker, attempt)
-        attempt.flight.fail(
-            from_worker(record.error, record.error_item, record.error_value, record.error_limit)
-        )
+        self._inflight.attempt_ended(attempt)
+        self._count_dropped(record)
+        error = from_worker(record.error, record.error_item, record.error_value, record.error_limit)
+        flight = attempt.flight
+        # What is wrong with an item is so on every worker; for anything else the other attempt may do better.
+        if not flight.is_over and (not flight.attempts or error.item_index is not None):
+            self._inflight.conclude(flight)
+            flight.fail(error)
         if block is not None:
             block.attempt = None
             self._leases.block_ended(block)
         elif record.block != NO_BLOCK:
             self._segments.reclaim_run(worker.segment, record.block, record.generation)
 
-    def _end(self, worker: Worker, attempt: Attempt) -> None:
-        worker.settle(attempt)
-        attempt.flight.attempt = None
-        self._inflight.end(attempt.flight)
+    def _count_dropped(self, record: Completion) -> None:
+        self._dropped += record.error in (ErrorCode.CANCELLED, ErrorCode.DEADLINE)
 
     def _encoded(self, outcome: Outcome) -> Encoded:
         """One answer about a block, with a lease and a handle of its own."""

@@ -51,6 +51,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     attach_allow_uids: tuple[int, ...] = ()
     # limits of a request
     max_queued_requests: int = 256
+    max_queued_bytes: int = 512 * MEBIBYTE
     max_body_bytes: int = 96 * MEBIBYTE
     max_item_bytes: int = 64 * MEBIBYTE
     max_items: int = 1024
@@ -60,6 +61,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     # time-outs, in the order that check() wants
     heartbeat_s: float = 1.0
     stall_timeout_s: float = 30.0
+    stuck_share: float = 0.5  # of stall_timeout_s: then a worker's tickets are tried elsewhere too
     request_timeout_s: float = 180.0
     shutdown_timeout_s: float = 30.0
     shutdown_delay_s: float = 0.0
@@ -94,6 +96,8 @@ def _check_timeout_order(config: ServeConfig) -> None:
     for (shorter, shorter_s), (longer, longer_s) in itertools.pairwise(ordered):
         if shorter_s >= longer_s:
             raise ConfigError(f"{shorter} ({shorter_s:g} s) must be shorter than {longer} ({longer_s:g} s)")
+    if not 0 < config.stuck_share <= 1:
+        raise ConfigError(f"--stuck-share {config.stuck_share:g} must be above 0 and at most 1")
     if config.body_idle_timeout_s > config.body_total_timeout_s:
         raise ConfigError(
             f"body idle limit ({config.body_idle_timeout_s:g} s) must not be longer than "
@@ -104,6 +108,8 @@ def _check_timeout_order(config: ServeConfig) -> None:
 def _check_sizes(config: ServeConfig) -> None:
     if config.workers < 1:
         raise ConfigError(f"--workers {config.workers} must be at least 1")
+    if config.max_queued_requests < 1 or config.max_queued_bytes < 1:
+        raise ConfigError("--max-queued-requests and --max-queued-bytes must be at least 1")
     if config.arena_bytes < config.max_body_bytes:
         raise ConfigError(
             f"--arena-size ({config.arena_bytes} bytes) must hold --max-body-size "

@@ -1,7 +1,10 @@
 """Which worker encodes what, and what happens to an encode that has no worker now, or loses it.
 
 Called by `app.engine` (submit, abandon), by `app.completions` when credit comes back, and by the supervisor
-when a worker becomes ready or is lost.
+when a worker becomes ready, is lost, or has made no progress for a while.
+
+The choice: the least outstanding cost among the workers that take work and are not slow; one whose segment is
+full only if all are; the next in turn among equals.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from app.errors import NoWorkerReady, WorkerLost
+from app.errors import MemoryFull, NoWorkerReady, PoisonInput, QueueFull, WorkerLost
 from app.inflight import Attempt, Flight, Inflight
+from app.poison import PoisonGuard
 from app.worker import Worker, WorkerCondition
 
 ATTEMPTS_MAX = 2
@@ -31,11 +35,16 @@ class Workforce(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DispatchStatistics:
-    """waiting: flights without a worker now. The others count since the start."""
+    """waiting: flights without a worker now; suspects: contents that a worker died of lately. The others
+    count since the start: retried after a worker's death, rescued from a stuck worker, dropped because nobody
+    waited any more when they had no worker yet."""
 
     waiting: int
     dispatched: int
     retried: int
+    rescued: int
+    dropped: int
+    suspects: int
 
 
 class Dispatch:
@@ -44,11 +53,29 @@ class Dispatch:
     def __init__(self, inflight: Inflight, workforce: Workforce) -> None:
         self._inflight = inflight
         self._workforce = workforce
+        self._poison = PoisonGuard()
         self._waiting: deque[Flight] = deque()
         self._tickets = count(1)
         self._last_place = -1
         self._dispatched = 0
         self._retried = 0
+        self._rescued = 0
+        self._dropped = 0
+
+    def check_room(self) -> None:
+        """QueueFull if every ready worker has as many tickets as it may, or a full ring; MemoryFull if no
+        segment has room. For admission: what waits already goes first."""
+        ready = [worker for worker in self._workforce.workers() if worker.condition is WorkerCondition.READY]
+        if ready and not any(worker.can_take_work for worker in ready):
+            raise QueueFull("no worker's ring has room")
+        if ready and not any(worker.has_room for worker in ready):
+            for worker in ready:
+                worker.segment.expected_run.doubt()
+            raise MemoryFull("the workers' segments are full; release handles or come again")
+
+    def check_content(self, digest: bytes) -> None:
+        """PoisonInput if workers died of this content lately."""
+        self._poison.check(digest)
 
     def submit(self, flight: Flight) -> None:
         """Find the flight a worker, now or while its waiters wait. Admission bounds how many there are."""
@@ -58,7 +85,7 @@ class Dispatch:
     def pump(self) -> None:
         """Give waiting flights to workers as far as there is credit; 503 for all if no worker will come."""
         while self._waiting:
-            worker = self._least_pending()
+            worker = self._cheapest()
             if worker is None or not self._try_assign(self._waiting[0], worker):
                 break
             self._waiting.popleft()
@@ -68,41 +95,60 @@ class Dispatch:
     def abandon(self, flight: Flight) -> None:
         """Nobody wants this encode any more: drop it before the forward, if that is still possible."""
         self._inflight.close_to_joiners(flight)
-        if flight.attempt is not None:
-            flight.attempt.worker.cancel(flight.attempt)
-        elif flight in self._waiting:
+        for attempt in flight.attempts:
+            attempt.worker.cancel(attempt)
+        if not flight.attempts and flight in self._waiting:
             self._waiting.remove(flight)
-            self._inflight.end(flight)
+            self._dropped += 1
+            self._inflight.conclude(flight)
+
+    def rescue(self) -> None:
+        """Try what slow workers have on others too: the first result wins, the other's block goes back."""
+        for slow in [worker for worker in self._workforce.workers() if worker.is_slow]:
+            for stuck in list(slow.attempts.values()):
+                if not _may_run_twice(stuck.flight):
+                    continue
+                other = self._cheapest()
+                if other is None or not self._try_assign(stuck.flight, other):
+                    return
+                self._rescued += 1
 
     def worker_lost(self, worker: Worker) -> None:
         """After proof of its death: each of its tickets is tried once more elsewhere, or ends."""
+        if not worker.is_asked_to_stop:
+            self._poison.worker_died(attempt.flight.job.digest for attempt in worker.attempts.values())
         for attempt in reversed(list(worker.attempts.values())):
-            worker.settle(attempt)
-            attempt.flight.attempt = None
-            self._retry_or_end(attempt.flight)
+            flight = attempt.flight
+            self._inflight.attempt_ended(attempt)
+            if not flight.is_over and not flight.attempts:
+                self._retry_or_end(flight)
         self.pump()
 
     def statistics(self) -> DispatchStatistics:
         """Counts, now."""
-        return DispatchStatistics(len(self._waiting), self._dispatched, self._retried)
+        return DispatchStatistics(
+            len(self._waiting), self._dispatched, self._retried, self._rescued, self._dropped,
+            self._poison.suspects,
+        )  # fmt: skip
 
-    def _least_pending(self) -> Worker | None:
-        """The worker with the fewest items, then tickets, outstanding; the next in turn among equals."""
-        able = [worker for worker in self._workforce.workers() if worker.can_take_work]
+    def _cheapest(self) -> Worker | None:
+        """Who gets the next flight; None: nobody can take one now."""
+        able = [worker for worker in self._workforce.workers() if worker.can_take_work and not worker.is_slow]
         if not able:
             return None
         places = 1 + max(worker.place for worker in able)
         turn = self._last_place + 1
         return min(
             able,
-            key=lambda worker: (worker.pending_items, len(worker.attempts), (worker.place - turn) % places),
+            key=lambda worker: (not worker.has_room, worker.outstanding_cost, (worker.place - turn) % places),
         )
 
     def _try_assign(self, flight: Flight, worker: Worker) -> bool:
-        attempt = Attempt(next(self._tickets), flight.attempts_made + 1, flight, worker)
+        cost = self._inflight.costs.estimate(flight.job)
+        attempt = Attempt(next(self._tickets), flight.attempts_made + 1, flight, worker, cost)
         if not worker.assign(attempt):
             return False
-        flight.attempt = attempt
+        flight.attempts.append(attempt)
         flight.attempts_made += 1
         self._last_place = worker.place
         self._dispatched += 1
@@ -110,11 +156,17 @@ class Dispatch:
 
     def _retry_or_end(self, flight: Flight) -> None:
         if not flight.is_wanted:
-            self._inflight.end(flight)
-        elif flight.shape_given or flight.attempts_made >= ATTEMPTS_MAX:
-            # A handle that was given out never moves to another block: its reader learns it from the header.
-            flight.fail(WorkerLost("the worker died before the encode was done", retry_after_s=1.0))
-            self._inflight.end(flight)
+            self._inflight.conclude(flight)
+            return
+        try:
+            if flight.shape_given or flight.attempts_made >= ATTEMPTS_MAX:
+                # A handle that was given out never moves to another block: its reader learns it from the
+                # header.
+                raise WorkerLost("the worker died before the encode was done", retry_after_s=1.0)
+            self._poison.check(flight.job.digest)
+        except (WorkerLost, PoisonInput) as error:
+            self._inflight.conclude(flight)
+            flight.fail(error)
         else:
             self._retried += 1
             self._waiting.appendleft(flight)
@@ -128,5 +180,15 @@ class Dispatch:
     def _give_up(self) -> None:
         while self._waiting:
             flight = self._waiting.popleft()
+            self._inflight.conclude(flight)
             flight.fail(NoWorkerReady("no worker is ready and none is expected", retry_after_s=10.0))
-            self._inflight.end(flight)
+
+
+def _may_run_twice(flight: Flight) -> bool:
+    """Whether somebody waits for it who has no handle yet, and it has had one attempt only."""
+    return (
+        not flight.is_over
+        and flight.is_wanted
+        and not flight.shape_given
+        and flight.attempts_made < ATTEMPTS_MAX
+    )

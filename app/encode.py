@@ -10,7 +10,7 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from app.body import read_body
+from app.body import announced_media_bytes, check_headers, read_body
 from app.config import ServeConfig
 from app.errors import InvalidRequest, RequestError
 from app.items import InlineItem
@@ -26,7 +26,9 @@ TIMEOUT_HEADER: Final = "x-request-timeout-ms"
 async def encode(services: Services, request: Request, note: RequestNote) -> EncodeAnswer:
     """POST /encode. Raises one of `app.errors`; the response is `app.application`'s."""
     deadline_ns = note.started_ns + timeout_ns(request.headers, services.config)
-    async with services.admission.permit(deadline_ns) as lifetime:
+    check_headers(request.headers, services.config.max_body_bytes)
+    announced_bytes = announced_media_bytes(request.headers)
+    async with services.admission.permit(deadline_ns, announced_bytes) as lifetime:
         body = await read_body(
             request.receive, request.headers, services.config, services.config.max_body_bytes
         )
@@ -36,6 +38,7 @@ async def encode(services: Services, request: Request, note: RequestNote) -> Enc
         del body
         services.engine.check_served(wanted.modality)
         async with services.ingest.pack(wanted.modality, wanted.items, services.engine.arena) as packed:
+            services.admission.resize(lifetime, packed.block.nbytes)
             job = EncodeJob(
                 req_key=f"{wanted.part_idx}/{wanted.req_id}",
                 modality=wanted.modality,

@@ -21,7 +21,14 @@ from app.attach_socket import listening_attach_socket
 from app.completions import Completions, CompletionStatistics, HandleOrigin
 from app.config import ServeConfig
 from app.dispatch import Dispatch, DispatchStatistics
-from app.errors import ConfigError, DeadlinePassed, Draining, ModalityNotServed, RequestError
+from app.errors import (
+    ConfigError,
+    DeadlinePassed,
+    Draining,
+    MemoryFull,
+    ModalityNotServed,
+    RequestError,
+)
 from app.inflight import Flight, Inflight, InflightStatistics, Listener, Waiter
 from app.jobs import Encoded, EncodeJob
 from app.launch import Launcher
@@ -66,7 +73,12 @@ class Engine:
 
     def __init__(self, config: ServeConfig, admission: Admission | None = None) -> None:
         self._config = config
-        self._admission = admission or Admission(config.max_queued_requests, self.ready)
+        self._admission = admission or Admission(
+            config.max_queued_requests,
+            self.ready,
+            max_queued_bytes=config.max_queued_bytes,
+            check_room=self.check_room,
+        )
         self._boot_id = secrets.token_bytes(16)
         self._is_draining = False
         self._inflight = Inflight()
@@ -162,6 +174,12 @@ class Engine:
         """Whether an encode that came now would find a worker."""
         return not self._is_draining and self._supervisor.is_ready()
 
+    def check_room(self, nbytes: int) -> None:
+        """MemoryFull or QueueFull if a request of nbytes of media would not find room soon."""
+        if nbytes > self.arena.largest_free_bytes:
+            raise MemoryFull(f"the arena has no room for {nbytes} bytes now")
+        self._dispatch.check_room()
+
     def workers(self) -> list[WorkerStatus]:
         """Every worker place, in order."""
         return self._supervisor.statuses()
@@ -219,8 +237,8 @@ class Engine:
             places,
             heartbeat_s=config.heartbeat_s,
             stall_s=config.stall_timeout_s,
-            # A ring that was full has room again without any completion to say so.
-            on_beat=self._pump,
+            slow_s=config.stall_timeout_s * config.stuck_share,
+            on_beat=self._beat,
         )
         self._dispatch = Dispatch(self._inflight, self._supervisor)
         self._supervisor.start()
@@ -230,6 +248,7 @@ class Engine:
         try:
             if self._is_draining:
                 raise Draining("the daemon is stopping", retry_after_s=1.0)
+            self._dispatch.check_content(job.digest)
             flight = self._inflight.find(job)
         except RequestError:
             job.block.free()
@@ -272,6 +291,11 @@ class Engine:
         self._supervisor.segment_dropped(place)
 
     def _pump(self) -> None:
+        self._dispatch.pump()
+
+    def _beat(self) -> None:
+        self._dispatch.rescue()
+        # A ring that was full has room again without any completion to say so.
         self._dispatch.pump()
 
 

@@ -88,6 +88,10 @@ class ItemUndecodable(RequestError):
     """The bytes are not a picture that can be encoded: decoder, format, pixels or aspect ratio."""
 
 
+class PoisonInput(RequestError):
+    """Two workers died while they had this content; it is refused for ten minutes."""
+
+
 # --- the daemon's state ---
 class QueueFull(RequestError):
     """As many requests as --max-queued-requests are under way, or no ring has room."""
@@ -151,6 +155,7 @@ CAUSES: Final[dict[type[RequestError], Cause]] = {
     ItemHostFailed: Cause(422, "item_host_failed", "The media host failed", True),
     ItemHostTimeout: Cause(504, "item_host_timeout", "The media host did not answer in time", True),
     ItemUndecodable: Cause(422, "item_undecodable", "An item cannot be encoded"),
+    PoisonInput: Cause(422, "poison-input", "Workers die of this content"),
     QueueFull: Cause(429, "queue_full", "Too many requests are under way", True),
     MemoryFull: Cause(503, "memory_full", "There is no room for this request now", True),
     NoWorkerReady: Cause(503, "no_worker_ready", "No worker is ready", True),

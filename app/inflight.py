@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from app.cost import CostModel
 from app.errors import DuplicateRequest, RequestError
 from app.jobs import Encoded, EncodeJob, State, Timings
 
@@ -47,7 +48,8 @@ class Outcome:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One ticket: a flight on one worker. number counts a flight's attempts from 1.
+    """One ticket: a flight on one worker. number counts a flight's attempts from 1. cost is in rows, an
+    estimate until its shape is known.
 
     block is what the worker reported for it, from SHAPE_KNOWN on.
     """
@@ -56,6 +58,7 @@ class Attempt:
     number: int
     flight: Flight
     worker: Worker
+    cost: int = 1
     block: Block | None = None
 
 
@@ -63,16 +66,24 @@ class Attempt:
 class Flight:
     """One encode and everybody who waits for its answer.
 
-    attempt is the present one, None while it waits for a worker. shape_given: a handle to the block that is
-    being filled has left this process, so the encode must end in that very block.
+    attempts are those that have not ended: none while it waits for a worker, two when a stuck worker's was
+    tried elsewhere too. is_over: its outcome is known; attempts that still run only have to end. shape_given:
+    a handle to the block that is being filled has left this process, so the encode must end in that very
+    block.
     """
 
     job: EncodeJob
     waiters: set[Waiter] = field(default_factory=set)
     listeners: set[Listener] = field(default_factory=set)
     attempts_made: int = 0
-    attempt: Attempt | None = None
+    attempts: list[Attempt] = field(default_factory=list)
+    is_over: bool = False
     shape_given: bool = False
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The newest attempt under way."""
+        return self.attempts[-1] if self.attempts else None
 
     @property
     def is_wanted(self) -> bool:
@@ -126,9 +137,13 @@ class InflightStatistics:
 
 
 class Inflight:
-    """The table of flights. Whatever enters ends, and its input block is freed then, once."""
+    """The table of flights. Whatever enters ends, and its input block is freed then, once.
+
+    costs: what flights cost their workers, learned from those that were here.
+    """
 
     def __init__(self) -> None:
+        self.costs = CostModel()
         self._flights: set[Flight] = set()
         self._by_key: dict[str, Flight] = {}
         self._empty = asyncio.Event()
@@ -155,6 +170,23 @@ class Inflight:
         """Nobody joins this one any more: it was abandoned, or is over."""
         if self._by_key.get(flight.job.req_key) is flight:
             del self._by_key[flight.job.req_key]
+
+    def attempt_ended(self, attempt: Attempt) -> None:
+        """The worker will say no more about this ticket. The last one of a flight that is over ends it."""
+        flight = attempt.flight
+        attempt.worker.settle(attempt)
+        flight.attempts.remove(attempt)
+        if flight.is_over and not flight.attempts:
+            self.end(flight)
+
+    def conclude(self, flight: Flight) -> None:
+        """The flight's outcome is known: what still runs for it is cancelled, and the last to end ends it."""
+        flight.is_over = True
+        self.close_to_joiners(flight)
+        for rival in flight.attempts:
+            rival.worker.cancel(rival)
+        if not flight.attempts:
+            self.end(flight)
 
     def end(self, flight: Flight) -> None:
         """The flight is over: its last ticket has ended, or it never gets one."""

@@ -123,12 +123,14 @@ class Place:
         await asyncio.wait([worker.ended], timeout=STOP_GRACE_S)
         worker.send_signal(signal.SIGKILL)
 
-    def check(self, *, stall_ns: int) -> None:
+    def check(self, *, stall_ns: int, slow_ns: int) -> None:
         """The supervisor's heartbeat: flush what waits for room, condemn a worker that makes no progress."""
         if self.worker is not None and not self.worker.ended.done():
             self.worker.outbox.flush()
             self._observe(self.worker)
-            self.worker.check_progress(stall_ns=stall_ns, start_limit_ns=int(START_LIMIT_S * 1e9))
+            self.worker.check_progress(
+                stall_ns=stall_ns, slow_ns=slow_ns, start_limit_ns=int(START_LIMIT_S * 1e9)
+            )
 
     def segment_dropped(self) -> None:
         """One of this place's dead segments is gone: there may be room for a launch."""

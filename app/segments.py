@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from app.room import ExpectedRun
 from shm.errors import RegionCorrupt
 from shm.layout import BlockHeader, BlockState, Completion, Dtype, Submission, SubmissionKind, page_align
 from shm.messages import BlockMetadata, SegmentGrant
@@ -61,7 +62,8 @@ class Segment:
     """One worker's blocks in one epoch.
 
     outbox is the worker's, None after proof of its death. read_only_fd is what readers get, -1 until the
-    worker has mapped the region. blocks: by index, those that control knows to be in use.
+    worker has mapped the region. blocks: by index, those that control knows to be in use; used_bytes: of
+    their runs together.
     """
 
     place: int
@@ -71,11 +73,13 @@ class Segment:
     reader: SegmentReader
     read_only_fd: int = -1
     blocks: dict[int, Block] = field(default_factory=dict)
+    used_bytes: int = 0
+    expected_run: ExpectedRun = field(default_factory=ExpectedRun)
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes of the runs that control knows to be in use."""
-        return sum(block.run_bytes for block in self.blocks.values())
+    def free_bytes(self) -> int:
+        """Bytes outside the runs that control knows to be in use."""
+        return self.payload_bytes - self.used_bytes
 
     @property
     def payload_bytes(self) -> int:
@@ -102,6 +106,8 @@ class Segment:
             Dtype(header.dtype), metadata, run_offset, header.run_bytes, attempt,
         )  # fmt: skip
         self.blocks[block.index] = block
+        self.used_bytes += block.run_bytes
+        self.expected_run.learn(block.run_bytes)
         return block
 
     def confirm(self, block: Block, record: Completion, state: BlockState) -> None:
@@ -211,6 +217,7 @@ class Segments:
         """Forget a block that has ended and that nobody may read, and have its run freed."""
         segment = block.segment
         del segment.blocks[block.index]
+        segment.used_bytes -= block.run_bytes
         if segment.outbox is not None:
             self.reclaim_run(segment, block.index, block.generation)
         else:
@@ -244,7 +251,7 @@ class Segments:
                 segment.outbox is not None,
                 len(segment.blocks),
                 segment.used_bytes,
-                segment.payload_bytes - segment.used_bytes,
+                segment.free_bytes,
             )
             for segment in self.all()
         ]

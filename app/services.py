@@ -13,7 +13,12 @@ class Services:
     def __init__(self, config: ServeConfig, ingest: Ingest) -> None:
         self.config = config
         self.ingest = ingest
-        self.admission = Admission(config.max_queued_requests, self.some_worker_ready)
+        self.admission = Admission(
+            config.max_queued_requests,
+            self.some_worker_ready,
+            max_queued_bytes=config.max_queued_bytes,
+            check_room=self.check_room,
+        )
         self._engine: Engine | None = None
 
     def engine_started(self, engine: Engine) -> None:
@@ -30,3 +35,7 @@ class Services:
     def some_worker_ready(self) -> bool:
         """Whether an encode that came now would find a worker."""
         return self._engine is not None and self._engine.ready()
+
+    def check_room(self, nbytes: int) -> None:
+        """MemoryFull or QueueFull if a request of nbytes of media would not find room soon."""
+        self.engine.check_room(nbytes)

@@ -247,7 +247,7 @@ class SessionRequest:
         """Everything up to the copy; the rest follows at once for a small request, else after a thread."""
         descriptor = self._descriptor
         try:
-            self._path.admission.admit(self)
+            self._path.admission.admit(self, descriptor.nbytes)
         except RequestError as error:
             self._answer_error(error)
             return

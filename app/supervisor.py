@@ -15,12 +15,19 @@ class Supervisor:
     """Keeps a worker in each place. Nothing here waits for a worker on the event loop."""
 
     def __init__(
-        self, places: Sequence[Place], *, heartbeat_s: float, stall_s: float, on_beat: Callable[[], None]
+        self,
+        places: Sequence[Place],
+        *,
+        heartbeat_s: float,
+        stall_s: float,
+        slow_s: float,
+        on_beat: Callable[[], None],
     ) -> None:
         """on_beat: called after every look at the places."""
         self._places = places
         self._heartbeat_s = heartbeat_s
         self._stall_ns = int(stall_s * 1e9)
+        self._slow_ns = int(slow_s * 1e9)
         self._on_beat = on_beat
         self._lives: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -82,5 +89,5 @@ class Supervisor:
         # Set first: whatever happens below, there is a next beat.
         self._timer = asyncio.get_running_loop().call_later(self._heartbeat_s, self._beat)
         for place in self._places:
-            place.check(stall_ns=self._stall_ns)
+            place.check(stall_ns=self._stall_ns, slow_ns=self._slow_ns)
         self._on_beat()

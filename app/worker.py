@@ -20,7 +20,7 @@ from shm.layout import Submission, SubmissionKind, WorkerState
 if TYPE_CHECKING:
     from app.inflight import Attempt
     from app.outbox import Outbox
-    from app.segments import Segment
+    from app.segments import Block, Segment
     from shm.link import ControlLink
 
 LINK_SLOT_COUNT = 1024  # of each ring of a link
@@ -51,9 +51,10 @@ _CONDITIONS = {
 class Worker:
     """One process in one place and epoch.
 
-    attempts: its tickets that have not ended, oldest first. is_trusted: nothing impossible was found in what
-    it wrote. ended resolves to the exit status (negative: the signal) once the process has been reaped,
-    which is the proof of its death. pidfd is closed then.
+    attempts: its tickets that have not ended, oldest first; outstanding_cost: rows that they stand for;
+    shapeless: those without a block. is_slow: its work makes no progress; it gets no more. is_trusted:
+    nothing impossible was found in what it wrote. ended resolves to the exit status (negative: the signal) once the
+    process has been reaped, which is the proof of its death. pidfd is closed then.
     """
 
     def __init__(
@@ -72,10 +73,12 @@ class Worker:
         self.condition = WorkerCondition.STARTING
         self.reason = ""
         self.attempts: dict[int, Attempt] = {}
-        self.pending_items = 0
+        self.outstanding_cost = 0
+        self.shapeless = 0
         self.started_ns = time.monotonic_ns()
         self.ready_ns = 0
         self.has_served = False
+        self.is_slow = False
         self.is_trusted = True
         self._process = process
         self._loop = asyncio.get_running_loop()
@@ -94,6 +97,17 @@ class Worker:
         ready = self.condition is WorkerCondition.READY and not self.ended.done()
         return ready and len(self.attempts) < CREDIT and not self.outbox.backlog
 
+    @property
+    def has_room(self) -> bool:
+        """Whether its segment will probably hold one more block beside those that its tickets still need."""
+        segment = self.segment
+        return segment.free_bytes >= (self.shapeless + 1) * segment.expected_run.nbytes
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether its end is what control wants: nothing that it has is to blame."""
+        return self.condition is WorkerCondition.STOPPING
+
     def assign(self, attempt: Attempt) -> bool:
         """Register the attempt, then publish it; False, and forgotten again, when the ring is full."""
         job = attempt.flight.job
@@ -110,7 +124,8 @@ class Worker:
             )
         )
         if published:
-            self.pending_items += job.item_count
+            self.outstanding_cost += attempt.cost
+            self.shapeless += 1
         else:
             del self.attempts[attempt.ticket]
         return published
@@ -119,10 +134,18 @@ class Worker:
         """Ask for this attempt to be dropped. It still ends with a READY or a FAILED."""
         self.outbox.send(Submission(SubmissionKind.CANCEL, ticket=attempt.ticket))
 
+    def shape_known(self, attempt: Attempt, block: Block) -> None:
+        """The attempt has a block, whose rows are what it costs."""
+        attempt.block = block
+        self.outstanding_cost += block.rows - attempt.cost
+        attempt.cost = block.rows
+        self.shapeless -= 1
+
     def settle(self, attempt: Attempt) -> None:
         """The attempt has ended; its credit is free again."""
         del self.attempts[attempt.ticket]
-        self.pending_items -= attempt.flight.job.item_count
+        self.outstanding_cost -= attempt.cost
+        self.shapeless -= attempt.block is None
 
     def observe(self) -> bool:
         """Read the worker's own word about itself; whether it changed what control makes of it."""
@@ -137,17 +160,20 @@ class Worker:
             self.ready_ns = time.monotonic_ns()
         return self.condition is not before
 
-    def check_progress(self, *, stall_ns: int, start_limit_ns: int) -> None:
-        """Condemn it if it hangs: in its start, without a heartbeat, or in one step of its work."""
+    def check_progress(self, *, stall_ns: int, slow_ns: int, start_limit_ns: int) -> None:
+        """Condemn it if it hangs: in its start, without a heartbeat, or in one step of its work. It is slow
+        from slow_ns on."""
         now_ns = time.monotonic_ns()
         if self.condition in (WorkerCondition.STARTING, WorkerCondition.LOADING):
             if now_ns - self.started_ns > start_limit_ns:
                 self.condemn("it did not become ready in time")
         elif self.condition in (WorkerCondition.READY, WorkerCondition.STOPPING):
-            oldest_step_ns = self.link.oldest_step_ns()
-            if now_ns - max(self.link.heartbeat_ns(), self.ready_ns) > stall_ns:
+            silent_ns = now_ns - max(self.link.heartbeat_ns(), self.ready_ns)
+            step_ns = now_ns - (self.link.oldest_step_ns() or now_ns)
+            self.is_slow = max(silent_ns, step_ns) > slow_ns
+            if silent_ns > stall_ns:
                 self.condemn("its heartbeat stopped")
-            elif oldest_step_ns and now_ns - oldest_step_ns > stall_ns:
+            elif step_ns > stall_ns:
                 self.condemn("one step of its work does not end")
 
     def condemn(self, reason: str) -> None:

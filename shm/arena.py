@@ -94,6 +94,11 @@ class InputArena:
         """What the empty arena could hold: a larger request never fits."""
         return self._pages.statistics().total_bytes
 
+    @property
+    def largest_free_bytes(self) -> int:
+        """What one block could have now."""
+        return self._pages.largest_free_bytes
+
     def statistics(self) -> PageStatistics:
         """Free and used bytes and runs."""
         return self._pages.statistics()

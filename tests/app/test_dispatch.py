@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from app.dispatch import Dispatch
-from app.errors import NoWorkerReady, WorkerLost
+from app.errors import MemoryFull, NoWorkerReady, PoisonInput, QueueFull, WorkerLost
 from app.inflight import Flight, Inflight
 from app.worker import CREDIT, LINK_SLOT_COUNT, Worker
 from shm.arena import InputArena
-from shm.layout import Submission, SubmissionKind
-from tests.app.support import HandWorker, hand_workers, make_job, on_loop, small_arena
+from shm.layout import CompletionKind, Submission, SubmissionKind
+from tests.app.support import HandWorker, hand_workers, make_job, on_loop, record_of, small_arena
 
 
 class Scene:
@@ -69,7 +69,7 @@ async def test_equals_take_turns() -> None:
 
 
 @on_loop
-async def test_the_worker_with_the_fewest_items_outstanding_is_chosen() -> None:
+async def test_the_worker_with_the_least_cost_outstanding_is_chosen() -> None:
     async with scene(workers=2) as here:
         flights = [here.submit("heavy", b"1", b"2", b"3")]
         flights += [here.submit(f"light {number}") for number in range(3)]
@@ -209,3 +209,92 @@ async def test_an_abandoned_encode_that_still_waits_is_dropped() -> None:
         here.dispatch.abandon(flight)
         assert here.dispatch.statistics().waiting == 0
         assert here.inflight.statistics().flights == 0
+
+
+@on_loop
+async def test_a_known_shape_replaces_the_estimate_of_a_cost() -> None:
+    async with scene(workers=2) as here:
+        flights = [here.submit("first"), here.submit("second")]
+        first, second = flights[0].attempt, flights[1].attempt
+        assert first is not None
+        assert second is not None
+        assert first.worker.outstanding_cost == second.worker.outstanding_cost
+        here.hands[0].taken()
+        block = here.hands[0].fill(rows=4)
+        record = record_of(CompletionKind.SHAPE_KNOWN, first.ticket, block)
+        first.worker.shape_known(first, here.hands[0].segment.admit(record, first))
+        assert first.worker.outstanding_cost == 4
+        assert places([here.submit("third"), here.submit("fourth")]) == [0, 1]
+
+
+@on_loop
+async def test_a_slow_worker_gets_no_more_and_what_it_has_is_tried_elsewhere() -> None:
+    async with scene(workers=2) as here:
+        flights = [here.submit(f"key {number}") for number in range(2)]
+        slow = here.hands[0].worker
+        slow.is_slow = True
+        here.dispatch.rescue()
+        here.dispatch.rescue()
+        assert [attempt.number for attempt in flights[0].attempts] == [1, 2]
+        assert [attempt.worker.place for attempt in flights[0].attempts] == [0, 1]
+        assert len(flights[1].attempts) == 1
+        assert places([here.submit("later")]) == [1]
+        assert here.dispatch.statistics().rescued == 1
+        here.inflight.attempt_ended(flights[0].attempts[0])
+
+
+@on_loop
+async def test_the_death_of_a_stuck_worker_leaves_the_second_try_alone() -> None:
+    async with scene(workers=2) as here:
+        flight = here.submit("key")
+        here.hands[0].worker.is_slow = True
+        here.dispatch.rescue()
+        await here.lose(here.hands[0])
+        assert places([flight]) == [1]
+        assert not flight.is_over
+        assert here.dispatch.statistics().retried == 0
+
+
+@on_loop
+async def test_content_that_two_workers_died_of_is_refused() -> None:
+    async with scene(workers=4) as here:
+        doomed = here.submit("key", b"poison")
+        twin = here.submit("other key", b"poison")
+        twin_waiter = twin.join()
+        waiter = doomed.join()
+        await here.lose(here.hands[0])
+        assert places([doomed]) == [2]
+        here.dispatch.check_content(doomed.job.digest)
+        await here.lose(here.hands[2])
+        with pytest.raises(WorkerLost):
+            await waiter
+        with pytest.raises(PoisonInput):
+            here.dispatch.check_content(doomed.job.digest)
+        await here.lose(here.hands[1])
+        with pytest.raises(PoisonInput):
+            await twin_waiter
+        assert here.inflight.statistics().flights == 0
+
+
+@on_loop
+async def test_a_full_ring_and_a_full_segment_are_seen_before_admission() -> None:
+    async with scene(workers=1) as here:
+        here.dispatch.check_room()
+        hand = here.hands[0]
+        hand.segment.used_bytes = hand.segment.payload_bytes
+        with pytest.raises(MemoryFull):
+            here.dispatch.check_room()
+        hand.segment.used_bytes = 0
+        for number in range(LINK_SLOT_COUNT + 1):
+            hand.worker.outbox.send(Submission(SubmissionKind.RECLAIM, block=number))
+        with pytest.raises(QueueFull):
+            here.dispatch.check_room()
+        hand.taken()
+
+
+@on_loop
+async def test_a_worker_whose_segment_is_full_is_the_last_choice() -> None:
+    async with scene(workers=2) as here:
+        here.hands[0].segment.used_bytes = here.hands[0].segment.payload_bytes
+        assert places([here.submit(f"key {number}") for number in range(3)]) == [1, 1, 1]
+        here.hands[0].segment.used_bytes = 0

@@ -37,9 +37,9 @@ async def test_a_worker_that_hangs_in_one_step_is_killed_and_replaced(tmp_path: 
 async def test_a_start_that_takes_too_long_is_condemned() -> None:
     async with hand_workers() as (_, [hand]):
         hand.worker.condition = WorkerCondition.LOADING
-        hand.worker.check_progress(stall_ns=1, start_limit_ns=10**15)
+        hand.worker.check_progress(stall_ns=1, slow_ns=1, start_limit_ns=10**15)
         assert hand.worker.condition is WorkerCondition.LOADING
-        hand.worker.check_progress(stall_ns=1, start_limit_ns=0)
+        hand.worker.check_progress(stall_ns=1, slow_ns=1, start_limit_ns=0)
         assert await hand.worker.ended == -signal.SIGKILL
         assert hand.worker.reason == "it did not become ready in time"
 
