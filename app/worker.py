@@ -53,8 +53,8 @@ class Worker:
 
     attempts: its tickets that have not ended, oldest first; outstanding_cost: rows that they stand for;
     shapeless: those without a block. is_slow: its work makes no progress; it gets no more. is_trusted:
-    nothing impossible was found in what it wrote. ended resolves to the exit status (negative: the signal) once the
-    process has been reaped, which is the proof of its death. pidfd is closed then.
+    nothing impossible was found in what it wrote. ended resolves to the exit status (negative: the signal)
+    once the process has been reaped, which is the proof of its death. pidfd is closed then.
     """
 
     def __init__(
