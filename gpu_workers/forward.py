@@ -35,7 +35,7 @@ class DeviceLoop:
         self._deliverer = deliverer
         self._heart = heart
         self._faults = faults
-        self._dim = family.info().dim
+        self._info = family.info()
 
     def run(self) -> None:
         """Forward what waits, at once. DeviceLost when the device's context is broken."""
@@ -72,8 +72,9 @@ class DeviceLoop:
                 self._faults.reach(point, (item.plan.fault,))
         outputs = self._family.forward([_prepared(item) for item in batch])
         for item, rows in zip(batch, outputs, strict=True):
-            if tuple(rows.shape) != (item.plan.rows, self._dim):
-                raise ValueError(f"rows {tuple(rows.shape)} where {item.plan.rows, self._dim} were planned")
+            planned = (item.plan.rows, self._info.dim_of(item.job.modality))
+            if tuple(rows.shape) != planned:
+                raise ValueError(f"rows {tuple(rows.shape)} where {planned} were planned")
         return [Encoded(item, rows) for item, rows in zip(batch, outputs, strict=True)]
 
     def _judge(self, error: Exception, batch: list[Item]) -> Failure:

@@ -159,7 +159,7 @@ class Intake:
             raise ItemError(ErrorCode.INTERNAL) from None
 
     def _payload_bytes(self, job: Job) -> int:
-        return job.rows * self._info.dim * self._info.dtype.itemsize
+        return job.rows * self._info.dim_of(job.modality) * self._info.dtype.itemsize
 
     def _check_fits(self, job: Job, metadata: bytes) -> None:
         nbytes = self._payload_bytes(job)
@@ -171,7 +171,11 @@ class Intake:
         while self._waiting:
             job, metadata, _ = self._waiting[0]
             job.block = self._segment.allocate(
-                self._payload_bytes(job), job.rows, self._info.dim, self._info.dtype, metadata
+                self._payload_bytes(job),
+                job.rows,
+                self._info.dim_of(job.modality),
+                self._info.dtype,
+                metadata,
             )
             if job.block is None:
                 return

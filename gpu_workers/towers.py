@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from gpu_workers.errors import ConfigurationError
 from shm.layout import Dtype
@@ -19,6 +19,7 @@ _LANGUAGE_MODULES: Final = frozenset(
     ("language_model", "lm_head", "talker", "code2wav", "token2wav", "code_predictor")
 )
 _CONTAINERS: Final = ("model", "thinker")  # modules that hold towers beside a language model
+_TOWERS: Final = ("visual", "vision_tower", "audio_tower")  # a "model" without any is a language model
 
 _TORCH_DTYPES: Final = {
     Dtype.FLOAT32: torch.float32,
@@ -34,14 +35,20 @@ def load_towers(
     dtype: str,
     device: torch.device,
     trust_remote_code: bool,
+    config: PreTrainedConfig | None = None,
 ) -> PreTrainedModel:
     """The model without its language model, in eval mode, on `device`; its get_*_features methods work.
 
-    dtype: "auto" (the checkpoint's), "float32", "float16" or "bfloat16". ConfigurationError if the checkpoint
-    lacks a weight of a tower; whatever from_pretrained raises for a damaged one.
+    dtype: "auto" (the checkpoint's), "float32", "float16" or "bfloat16". config: of a part of the checkpoint,
+    such as its thinker, where model_class is only that; None: the checkpoint's own.
+
+    ConfigurationError if the checkpoint lacks a weight of a tower; whatever from_pretrained raises for a
+    damaged one.
     """
+    part = {} if config is None else {"config": config}
     model, loading = _without_language_model(model_class).from_pretrained(
         checkpoint,
+        **part,
         dtype=dtype if dtype == "auto" else getattr(torch, dtype),
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
@@ -95,7 +102,7 @@ def _without_language_model(model_class: type[PreTrainedModel]) -> type[PreTrain
 
 def _drop_language_model(module: nn.Module) -> None:
     for name, child in list(module.named_children()):
-        if name in _LANGUAGE_MODULES:
+        if name in _LANGUAGE_MODULES or (name == "model" and not any(hasattr(child, one) for one in _TOWERS)):
             setattr(module, name, nn.Identity())
         elif name in _CONTAINERS:
             _drop_language_model(child)

@@ -122,7 +122,7 @@ def _warm_up(family: Family) -> None:
     for sample in family.samples():
         plan = family.inspect(sample) or family.measure(sample)
         [rows] = family.forward([family.preprocess(sample, plan)])
-        announced = (plan.rows, family.info().dim)
+        announced = (plan.rows, family.info().dim_of(sample.modality))
         if tuple(rows.shape) != announced:
             raise RuntimeError(
                 f"the warm-up with {sample.modality} gave rows {tuple(rows.shape)}, announced {announced}"

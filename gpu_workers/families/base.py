@@ -24,13 +24,21 @@ Features: TypeAlias = "torch.Tensor | bytes"
 
 @dataclass(frozen=True, slots=True)
 class FamilyInfo:
-    """What a loaded family produces: rows of `dim` elements of `dtype`, for items of these modalities."""
+    """What a loaded family produces: rows of `dim` elements of `dtype`, for items of these modalities.
+
+    other_dims: of the modalities whose rows have another width (no DeepStack columns, for one).
+    """
 
     model_type: str
     modalities: tuple[str, ...]
     dim: int
     dtype: Dtype
     tower_bytes: int
+    other_dims: Mapping[str, int] = field(default_factory=dict)
+
+    def dim_of(self, modality: str) -> int:
+        """Elements of a row of this modality."""
+        return self.other_dims.get(modality, self.dim)
 
 
 @dataclass(frozen=True, slots=True)

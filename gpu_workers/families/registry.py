@@ -6,7 +6,7 @@ Nothing of a family is imported before it is chosen, so the stub tower starts wi
 import json
 from importlib import import_module
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpu_workers.device import Device, PlainDevice
 from gpu_workers.errors import ConfigurationError
@@ -15,11 +15,22 @@ from gpu_workers.families.stub import StubFamily
 from shm.messages import WorkerConfig
 from shm.region import Region
 
+if TYPE_CHECKING:
+    import torch
+
 # model_type -> "module:function", the function being (WorkerConfig, torch.device, model_type) -> Family.
 _LOADERS: Final = {
     "qwen2_vl": "gpu_workers.families.qwen_vl:load",
     "qwen2_5_vl": "gpu_workers.families.qwen_vl:load",
     "qwen3_vl": "gpu_workers.families.qwen_vl:load",
+    "qwen3_vl_moe": "gpu_workers.families.qwen_vl:load",
+    "qwen3_5": "gpu_workers.families.qwen_vl:load",
+    "qwen3_5_moe": "gpu_workers.families.qwen_vl:load",
+    "qwen2_audio": "gpu_workers.families.speech:load",
+    "qwen2_5_omni": "gpu_workers.families.qwen_omni:load",
+    "qwen3_omni_moe": "gpu_workers.families.qwen_omni:load",
+    "qwen3_asr": "gpu_workers.families.speech:load",
+    "glmasr": "gpu_workers.families.speech:load",
 }
 
 
@@ -36,16 +47,27 @@ def load_family(config: WorkerConfig, segment: Region) -> Loaded:
         return Loaded(StubFamily(), PlainDevice())
     if config.tower != "auto":
         raise ConfigurationError(f"unknown tower {config.tower!r}, known: auto, stub")
-    model_type = read_model_type(config.checkpoint)
-    if model_type not in _LOADERS:
-        known = ", ".join(_LOADERS)
-        raise ConfigurationError(f"model_type {model_type!r} is not supported, known: {known}")
+    _loader_of(config.checkpoint)  # refuse before a device is opened
     from gpu_workers.torch_device import open_device  # here, because it loads torch
 
     device = open_device(config.device, config.torch_threads, segment)
-    module, function = _LOADERS[model_type].split(":")
-    family: Family = getattr(import_module(module), function)(config, device.torch_device, model_type)
-    return Loaded(family, device)
+    return Loaded(load_on(config, device.torch_device), device)
+
+
+def load_on(config: WorkerConfig, device: "torch.device") -> Family:
+    """The checkpoint's family on an open device. ConfigurationError if it has none, or cannot work."""
+    model_type, loader = _loader_of(config.checkpoint)
+    module, function = loader.split(":")
+    family: Family = getattr(import_module(module), function)(config, device, model_type)
+    return family
+
+
+def _loader_of(checkpoint: str) -> tuple[str, str]:
+    model_type = read_model_type(checkpoint)
+    if model_type not in _LOADERS:
+        known = ", ".join(_LOADERS)
+        raise ConfigurationError(f"model_type {model_type!r} is not supported, known: {known}")
+    return model_type, _LOADERS[model_type]
 
 
 def read_model_type(checkpoint: str) -> str:

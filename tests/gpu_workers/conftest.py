@@ -10,6 +10,24 @@ import pytest
 from tests.gpu_workers.harness import Harness
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+OMNI_FAMILIES = ("qwen2_5_omni", "qwen3_omni_moe")
+VISION_FAMILIES = (*FAMILIES, "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", *OMNI_FAMILIES)
+SOUND_FAMILIES = ("qwen2_audio", "qwen3_asr", "glmasr", *OMNI_FAMILIES)
+
+
+class TinyCheckpoints:
+    """A tiny checkpoint of any family, made when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __getitem__(self, family: str) -> Path:
+        from gpu_workers.checkpoints import make_checkpoint
+
+        directory = self._root / family
+        if not directory.exists():
+            make_checkpoint(family, directory, "tiny", seed=11)
+        return directory
 
 
 @pytest.fixture
@@ -30,11 +48,6 @@ def worker(start_worker: Callable[..., Harness]) -> Harness:
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoints:
     """A tiny checkpoint of every family."""
-    from gpu_workers.checkpoints import make_checkpoint
-
-    root = tmp_path_factory.mktemp("checkpoints")
-    for family in FAMILIES:
-        make_checkpoint(family, root / family, "tiny", seed=11)
-    return {family: root / family for family in FAMILIES}
+    return TinyCheckpoints(tmp_path_factory.mktemp("checkpoints"))

@@ -10,8 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from gpu_workers.checkpoints import make_checkpoint
-from tests.gpu_workers.conftest import FAMILIES
+from gpu_workers.checkpoints import RECIPES, make_checkpoint
+from tests.gpu_workers.conftest import TinyCheckpoints
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -40,12 +40,12 @@ def test_making_a_checkpoint_leaves_the_callers_generator_alone(tmp_path: Path) 
     assert torch.equal(torch.rand(4), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_tiny_checkpoint_is_whole(tiny_checkpoints: dict[str, Path], family: str) -> None:
+@pytest.mark.parametrize("family", RECIPES)
+def test_a_tiny_checkpoint_is_whole(tiny_checkpoints: TinyCheckpoints, family: str) -> None:
     directory = tiny_checkpoints[family]
     config = json.loads((directory / "config.json").read_text())
     assert (config["model_type"], config["encoderd_seed"]) == (family, 11)
-    assert transformers.AutoProcessor.from_pretrained(directory).image_processor is not None
+    assert transformers.AutoProcessor.from_pretrained(directory).tokenizer is not None
     assert sum(path.stat().st_size for path in directory.iterdir()) < 2_000_000
 
 

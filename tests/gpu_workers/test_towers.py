@@ -14,7 +14,7 @@ from gpu_workers.checkpoints import make_checkpoint
 from gpu_workers.errors import ConfigurationError
 from gpu_workers.towers import load_towers, payload_dtype, tower_bytes
 from shm.layout import Dtype
-from tests.gpu_workers.conftest import FAMILIES
+from tests.gpu_workers.conftest import FAMILIES, TinyCheckpoints
 
 MODEL_CLASSES = {
     "qwen2_vl": transformers.Qwen2VLForConditionalGeneration,
@@ -47,7 +47,7 @@ def load(checkpoint: Path, family: str, dtype: str = "auto") -> transformers.Pre
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_only_the_tower_has_weights(tiny_checkpoints: dict[str, Path], family: str) -> None:
+def test_only_the_tower_has_weights(tiny_checkpoints: TinyCheckpoints, family: str) -> None:
     model = load(tiny_checkpoints[family], family)
     names = [name for name, _ in model.named_parameters()]
     assert names
@@ -58,7 +58,7 @@ def test_only_the_tower_has_weights(tiny_checkpoints: dict[str, Path], family: s
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_towers_weights_are_those_of_the_whole_model(
-    tiny_checkpoints: dict[str, Path], family: str
+    tiny_checkpoints: TinyCheckpoints, family: str
 ) -> None:
     tower = load(tiny_checkpoints[family], family)
     whole = dict(MODEL_CLASSES[family].from_pretrained(tiny_checkpoints[family]).named_parameters())
@@ -67,7 +67,7 @@ def test_the_towers_weights_are_those_of_the_whole_model(
 
 
 def test_a_checkpoint_without_a_weight_of_the_tower_is_refused(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
+    tiny_checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_checkpoints["qwen3_vl"], tmp_path, dirs_exist_ok=True)
     weights = load_file(tmp_path / "model.safetensors")

@@ -1,0 +1,47 @@
+"""Families that take sound alone: Qwen2-Audio, Qwen3-ASR and GLM-ASR."""
+
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+import torch
+import transformers
+from transformers import AutoFeatureExtractor, PreTrainedModel
+
+from gpu_workers.families.composed import ComposedFamily, compose
+from gpu_workers.families.ears import GlmAsrEar, Qwen2AudioEar, Qwen3AsrEar
+from gpu_workers.families.sound import Ear, Sounds, choose_rate
+from gpu_workers.towers import load_towers
+from shm.messages import WorkerConfig
+
+MakeEar: TypeAlias = Callable[[PreTrainedModel, Any], Ear]
+
+# By name: transformers imports a model's code when its class is asked for, seconds for each.
+_MODELS: Final[dict[str, tuple[str, MakeEar]]] = {
+    "qwen2_audio": ("Qwen2AudioForConditionalGeneration", Qwen2AudioEar),
+    "qwen3_asr": ("Qwen3ASRForConditionalGeneration", Qwen3AsrEar),
+    "glmasr": ("GlmAsrForConditionalGeneration", GlmAsrEar),
+}
+
+
+def load(config: WorkerConfig, device: torch.device, model_type: str) -> ComposedFamily:
+    """Load the checkpoint's tower and feature extractor. ConfigurationError for one that cannot work."""
+    class_name, make_ear = _MODELS[model_type]
+    model = load_towers(
+        getattr(transformers, class_name),
+        config.checkpoint,
+        dtype=config.dtype,
+        device=device,
+        trust_remote_code=config.trust_remote_code,
+    )
+    return compose(model, model_type, {"audio": lambda: load_sounds(config, model, make_ear)})
+
+
+def load_sounds(config: WorkerConfig, model: PreTrainedModel, make_ear: MakeEar) -> Sounds:
+    """The checkpoint's sound. OSError or ValueError if it has no feature extractor."""
+    options = config.media_options.audio
+    others = {name: value for name, value in options.items() if name != "sampling_rate"}
+    extractor = AutoFeatureExtractor.from_pretrained(
+        config.checkpoint, trust_remote_code=config.trust_remote_code, **others
+    )
+    rate = choose_rate(options, extractor, model.config.audio_config)
+    return Sounds(make_ear(model, extractor), rate)
