@@ -13,6 +13,7 @@ setup(
                 "shm/csrc/doorbell.c",
                 "shm/csrc/block.c",
                 "shm/csrc/base64.c",
+                "shm/csrc/strings.c",
             ],
             depends=["shm/csrc/layout.h", "shm/csrc/core.h", "shm/csrc/binding.h"],
             include_dirs=["shm/csrc"],

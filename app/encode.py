@@ -16,6 +16,7 @@ from app.errors import InvalidRequest, RequestError
 from app.items import InlineItem
 from app.jobs import Encoded, EncodeJob
 from app.logs import RequestNote
+from app.long_texts import split_body
 from app.schema import AnswerItem, AnswerTimings, EncodeAnswer, EncodeRequest, parse_encode, req_id_of
 from app.services import Services
 from shm.messages import ItemRows
@@ -33,7 +34,7 @@ async def encode(services: Services, request: Request, note: RequestNote) -> Enc
             request.receive, request.headers, services.config, services.config.max_body_bytes
         )
         lifetime.watch_for_disconnect(request.receive)
-        wanted = _parse(body, services.config.max_items, note)
+        wanted = await _parse(body, services.config.max_items, note)
         note.fields |= {"modality": wanted.modality, "items": len(wanted.items), "bytes_in": len(body)}
         del body
         services.engine.check_served(wanted.modality)
@@ -75,11 +76,12 @@ async def probe(services: Services, picture: str, timeout_s: float) -> None:
     services.engine.release(encoded.handle.nonce)
 
 
-def _parse(body: bytearray, max_items: int, note: RequestNote) -> EncodeRequest:
+async def _parse(body: bytearray, max_items: int, note: RequestNote) -> EncodeRequest:
+    split = await split_body(body)
     try:
-        wanted = parse_encode(body, max_items)
+        wanted = parse_encode(split, max_items)
     except RequestError:
-        note.req_id = req_id_of(body)
+        note.req_id = req_id_of(split)
         raise
     note.req_id = wanted.req_id
     return wanted

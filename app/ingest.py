@@ -7,7 +7,7 @@ straight into it, in a thread and without the GIL when it is large.
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from app.errors import InvalidItem, ItemTooLarge, MemoryFull
 from app.fetch import FetchHold, MediaFetcher
 from app.files import LocalFile, LocalMedia
 from app.items import InlineItem, Item, LocalItem, RemoteItem
+from app.threads import run_to_the_end
 from shm._core import base64_decode_into
 from shm.arena import InputArena, InputBlock
 from shm.layout import page_align
@@ -58,7 +59,7 @@ class Content(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InlineContent:
-    """base64 or percent-encoded ASCII text."""
+    """base64 or percent-encoded ASCII text; a view is of the request's body."""
 
     item: InlineItem
     index: int
@@ -68,9 +69,9 @@ class InlineContent:
         """Decode; InvalidItem with the position of the first bad character."""
         text = self.item.text[self.item.start :]
         if not self.item.is_base64:
-            return _copy(unquote_to_bytes(text), target)
+            return _copy(_unquoted(text), target)
         try:
-            return base64_decode_into(unquote_to_bytes(text) if "%" in text else text, target, 0)
+            return _decode(text, target)
         except ValueError as error:
             raise InvalidItem(
                 f"mm_items[{self.index}] is not valid base64: {error}", item_index=self.index
@@ -167,26 +168,9 @@ class Ingest:
         slack = BASE64_SLACK if item.is_base64 else 3.0
         if bound_bytes > self._max_item_bytes * slack:
             raise _too_large(index, self._max_item_bytes)
-        if not item.text.isascii():
+        if isinstance(item.text, str) and not item.text.isascii():
             raise InvalidItem(f"mm_items[{index}] is neither a URL, a path nor base64", item_index=index)
         return InlineContent(item, index, bound_bytes)
-
-
-async def run_to_the_end(work: Callable[[], Result]) -> Result:
-    """work in a thread. A cancelled caller still waits for the thread: it writes to memory that the caller
-    gives back next."""
-    future = asyncio.get_running_loop().run_in_executor(None, work)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        while not future.done():
-            try:
-                await asyncio.wait([future])
-            except asyncio.CancelledError:
-                continue
-        if not future.cancelled():
-            future.exception()  # seen: the cancellation is what the caller hears of
-        raise
 
 
 async def _gather_in_order(opening: list[Coroutine[None, None, Content]]) -> list[Content]:
@@ -257,6 +241,21 @@ def content_digest(modality: str, items: Iterable[memoryview]) -> bytes:
 def _metadata(modality: str, offsets: list[int], sizes: list[int]) -> bytes:
     sources = [ItemSource(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
     return msgspec.msgpack.encode(RequestMetadata(modality, sources))
+
+
+def _decode(text: str | memoryview, target: memoryview) -> int:
+    """base64, percent-encoded or not. Almost none is, so that is looked at only when the decoder stumbles."""
+    try:
+        return base64_decode_into(text, target, 0)
+    except ValueError:
+        unquoted = _unquoted(text)
+        if len(unquoted) == len(text):
+            raise
+        return base64_decode_into(unquoted, target, 0)
+
+
+def _unquoted(text: str | memoryview) -> bytes:
+    return unquote_to_bytes(text if isinstance(text, str) else bytes(text))
 
 
 def _copy(source: bytes | bytearray, target: memoryview) -> int:

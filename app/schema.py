@@ -12,6 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from app.errors import InvalidRequest
 from app.items import Item, parse_items
+from app.long_texts import SplitBody
 from shm.messages import Handle
 
 MAX_REQ_ID_CHARACTERS: Final = 512
@@ -42,13 +43,16 @@ class EncodeRequest:
     wait: Literal["ready", "shape"]
 
 
-def parse_encode(body: bytes | bytearray, max_items: int) -> EncodeRequest:
+def parse_encode(body: SplitBody, max_items: int) -> EncodeRequest:
     """The body of POST /encode. InvalidRequest or InvalidItem, naming the field."""
-    fields = _decode(body, _EncodeBody)
+    fields = _decode(body.json, _EncodeBody)
+    # Only items may be long: a placeholder anywhere else stands for what is too long there.
+    if fields.req_id in body.texts:
+        raise InvalidRequest(f"req_id must have 1 to {MAX_REQ_ID_CHARACTERS} characters, has more")
     check_req_id(fields.req_id)
     num_parts, part_idx = _parts(fields)
     modality = _modality(fields)
-    items = parse_items(fields.mm_items, max_items)
+    items = parse_items(fields.mm_items, max_items, body.texts)
     if fields.hashes is not None and len(fields.hashes) != len(items):
         raise InvalidRequest(f"hashes has {len(fields.hashes)} entries for {len(items)} items in mm_items")
     return EncodeRequest(
@@ -65,15 +69,15 @@ class _OnlyReqId(Struct):
     req_id: str
 
 
-def req_id_of(body: bytes | bytearray) -> str:
+def req_id_of(body: SplitBody) -> str:
     """The req_id of a body that parse_encode refused, so that the refusal can name it; empty if there is
     none that may be repeated."""
     try:
-        req_id = _decode(body, _OnlyReqId).req_id
+        req_id = _decode(body.json, _OnlyReqId).req_id
         check_req_id(req_id)
     except InvalidRequest:
         return ""
-    return req_id
+    return "" if req_id in body.texts else req_id
 
 
 def check_req_id(req_id: str) -> None:

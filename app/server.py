@@ -82,13 +82,14 @@ async def _serve(
     stop = _stop_on_signals()
     async with MediaFetcher(config) as fetcher:
         services = Services(config, Ingest(config, fetcher))
-        async with Listener(create_application(services), config, sockets):
-            log.info("listening on %s", ", ".join(_addresses(sockets)))
-            async with Engine(config, services.admission) as engine:
-                services.engine_started(engine)
-                failure = await _until_stopped(engine, notifier, watchdog_s, stop)
-                notifier.stopping()
-                await _drain(services.admission, config)
+        with services.loop_monitor:
+            async with Listener(create_application(services), config, sockets):
+                log.info("listening on %s", ", ".join(_addresses(sockets)))
+                async with Engine(config, services.admission) as engine:
+                    services.engine_started(engine)
+                    failure = await _until_stopped(engine, notifier, watchdog_s, stop)
+                    notifier.stopping()
+                    await _drain(services.admission, config)
     if failure:
         raise ConfigError(f"no worker can start: {failure}")
     log.info("stopped")

@@ -5,6 +5,7 @@ from app.config import ServeConfig
 from app.engine import Engine
 from app.errors import NoWorkerReady
 from app.ingest import Ingest
+from app.loop_monitor import LoopMonitor
 
 
 class Services:
@@ -13,6 +14,7 @@ class Services:
     def __init__(self, config: ServeConfig, ingest: Ingest) -> None:
         self.config = config
         self.ingest = ingest
+        self.loop_monitor = LoopMonitor()
         self.admission = Admission(
             config.max_queued_requests,
             self.some_worker_ready,

@@ -141,5 +141,10 @@ def base64_decode_into(source: Buffer | str, target: Buffer, target_offset: int)
 def base64_decoded_bytes(source: Buffer | str, /) -> int:
     """Upper bound of what base64_decode_into writes, from the length alone (no scan)."""
 
+def find_long_strings(text: Buffer, min_bytes: int, /) -> list[tuple[int, int]]:
+    """Where the strings of a JSON text are that have at least min_bytes, all printable ASCII and no escape:
+    (start, end) of their content, in order, found without the GIL. Any text will do; what is not JSON has
+    other strings."""
+
 def set_parent_death_signal(signal: int, /) -> None:
     """prctl(PR_SET_PDEATHSIG). The caller checks getppid() afterwards."""

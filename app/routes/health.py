@@ -90,6 +90,7 @@ async def server_info(request: Request) -> Response:
         "version": daemon_version(),
         "limits": {
             "max_queued_requests": config.max_queued_requests,
+            "max_queued_bytes": config.max_queued_bytes,
             "max_body_bytes": config.max_body_bytes,
             "max_item_bytes": config.max_item_bytes,
             "max_pixels": config.max_pixels,
@@ -98,6 +99,7 @@ async def server_info(request: Request) -> Response:
         "attach_socket": config.attach_socket,
         "workers": services.engine.workers(),
         "admission": services.admission.statistics(),
+        "event_loop": services.loop_monitor.statistics(),
         "engine": services.engine.statistics(),
     }
     return Response(msgspec.json.encode(body), media_type="application/json")

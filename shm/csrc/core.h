@@ -140,4 +140,17 @@ struct base64_result base64_decode(
 /* The most that nbytes characters can decode to. */
 size_t base64_decoded_bound(size_t nbytes);
 
+/* --- strings.c --- */
+
+/* The content of a string: from the byte after its first quote to its last quote. */
+struct string_extent {
+    size_t start;
+    size_t end;
+};
+
+/* The strings of a JSON text that have at least min_bytes, all printable ASCII without escapes, in order.
+ * At most `capacity` are stored in `found`; returns how many. Linear in nbytes, whatever the text. */
+size_t long_strings(const unsigned char *text, size_t nbytes, size_t min_bytes, struct string_extent *found,
+                    size_t capacity);
+
 #endif

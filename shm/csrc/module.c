@@ -1,4 +1,4 @@
-/* module.c - shm._core: the module, argument checks, and its functions on headers, words and base64. */
+/* module.c - shm._core: the module, argument checks, and its functions on headers, words, base64 and strings. */
 #include "binding.h"
 
 #include <errno.h>
@@ -328,6 +328,48 @@ static PyObject *base64_decoded_bytes(PyObject *Py_UNUSED(module), PyObject *sou
     return PyLong_FromSize_t(bound);
 }
 
+/* --- strings --- */
+
+static PyObject *extents_list(const struct string_extent *found, size_t count)
+{
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list != NULL && i < count; i++) {
+        PyObject *pair = Py_BuildValue("(nn)", (Py_ssize_t)found[i].start, (Py_ssize_t)found[i].end);
+        if (pair == NULL || PyList_SetItem(list, (Py_ssize_t)i, pair) != 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *find_long_strings(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *source;
+    Py_ssize_t min_bytes;
+    if (!PyArg_ParseTuple(args, "OO&:find_long_strings", &source, convert_offset, &min_bytes))
+        return NULL;
+    if (min_bytes == 0) {
+        PyErr_SetString(PyExc_ValueError, "min_bytes must be at least 1");
+        return NULL;
+    }
+    Py_buffer text;
+    if (PyObject_GetBuffer(source, &text, PyBUF_SIMPLE) != 0)
+        return NULL;
+    size_t capacity = (size_t)(text.len / min_bytes) + 1, count;
+    struct string_extent *found = PyMem_Calloc(capacity, sizeof *found);
+    PyObject *list = NULL;
+    if (found == NULL) {
+        PyErr_NoMemory();
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        count = long_strings(text.buf, (size_t)text.len, (size_t)min_bytes, found, capacity);
+        Py_END_ALLOW_THREADS
+        list = extents_list(found, count);
+        PyMem_Free(found);
+    }
+    PyBuffer_Release(&text);
+    return list;
+}
+
 /* --- the process --- */
 
 static PyObject *set_parent_death_signal(PyObject *Py_UNUSED(module), PyObject *number)
@@ -355,6 +397,7 @@ static PyMethodDef functions[] = {
     WITH_KEYWORDS(word_store),
     WITH_KEYWORDS(base64_decode_into),
     {"base64_decoded_bytes", base64_decoded_bytes, METH_O, "See _core.pyi."},
+    {"find_long_strings", find_long_strings, METH_VARARGS, "See _core.pyi."},
     {"set_parent_death_signal", set_parent_death_signal, METH_O, "See _core.pyi."},
     {NULL, NULL, 0, NULL},
 };

@@ -17,8 +17,9 @@ import pytest
 
 from app.errors import InvalidItem, ItemRefused, ItemTooLarge, MemoryFull, RequestError
 from app.fetch import MediaFetcher
-from app.ingest import Ingest, run_to_the_end
+from app.ingest import Ingest
 from app.items import InlineItem, Item, LocalItem, RemoteItem, parse_items
+from app.threads import run_to_the_end
 from shm.arena import InputArena, create_arena
 from shm.messages import RequestMetadata
 from shm.region import Backing

@@ -9,6 +9,7 @@ import pytest
 
 from app.errors import InvalidItem, InvalidRequest
 from app.items import InlineItem
+from app.long_texts import SplitBody
 from app.schema import parse_encode, parse_release
 
 ITEM = "data:image/png;base64,AAAA"
@@ -16,7 +17,7 @@ ITEM = "data:image/png;base64,AAAA"
 
 def parse(**fields: Any) -> Any:
     body = {"req_id": "r", "mm_items": [ITEM], "modality": "IMAGE", "num_parts": 1, "part_idx": 0}
-    return parse_encode(json.dumps({**body, **fields}).encode(), 8)
+    return parse_encode(SplitBody(json.dumps({**body, **fields}).encode()), 8)
 
 
 def test_sglangs_request_is_understood_and_its_other_fields_are_ignored() -> None:
@@ -27,14 +28,14 @@ def test_sglangs_request_is_understood_and_its_other_fields_are_ignored() -> Non
 
 
 def test_the_short_form_has_defaults() -> None:
-    wanted = parse_encode(json.dumps({"req_id": "r", "mm_items": ITEM}).encode(), 8)
+    wanted = parse_encode(SplitBody(json.dumps({"req_id": "r", "mm_items": ITEM}).encode()), 8)
     assert (wanted.modality, wanted.num_parts, wanted.part_idx) == ("image", 1, 0)
 
 
 def test_a_part_must_name_its_modality() -> None:
     body = {"req_id": "r", "mm_items": [ITEM], "num_parts": 2, "part_idx": 1}
     with pytest.raises(InvalidRequest, match="modality is missing"):
-        parse_encode(json.dumps(body).encode(), 8)
+        parse_encode(SplitBody(json.dumps(body).encode()), 8)
 
 
 @pytest.mark.parametrize(
@@ -70,14 +71,14 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], named: str) -> None:
 )
 def test_a_body_that_is_no_json_object_is_refused_without_quoting_it(body: bytes) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse_encode(body, 8)
+        parse_encode(SplitBody(body), 8)
     assert "hello" not in caught.value.message
 
 
 def test_deep_nesting_ends_in_an_error_and_not_in_the_interpreters_limit() -> None:
     body = b'{"req_id":"r","mm_items":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     with pytest.raises(InvalidRequest, match="nested"):
-        parse_encode(body, 8)
+        parse_encode(SplitBody(body), 8)
 
 
 def test_an_empty_item_is_an_item_error_with_its_index() -> None:
