@@ -241,6 +241,7 @@ class SessionRequest:
         self._loop = asyncio.get_running_loop()
         self._flight: Flight | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._is_admitted = False
         self._is_over = False
 
     def start(self, regions: SessionRegions) -> None:
@@ -251,6 +252,7 @@ class SessionRequest:
         except RequestError as error:
             self._answer_error(error)
             return
+        self._is_admitted = True
         now_ns = time.monotonic_ns()
         deadline_ns = min(descriptor.deadline_ns, now_ns + self._path.limits.request_timeout_ns)
         if deadline_ns <= now_ns:
@@ -328,7 +330,8 @@ class SessionRequest:
         self._flight = None
         if self._timer is not None:
             self._timer.cancel()
-        self._path.admission.give_back(self)
+        if self._is_admitted:
+            self._path.admission.give_back(self)
 
 
 def copy_request(
