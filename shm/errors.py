@@ -50,7 +50,7 @@ class ErrorCode(IntEnum):
     """
 
     NONE = 0
-    # The item's bytes: the caller's fault (4xx).
+    # The item: the caller's fault (4xx).
     NOT_AN_IMAGE = 1
     TRUNCATED = 2
     UNSUPPORTED_FORMAT = 3
@@ -69,15 +69,15 @@ class ErrorCode(IntEnum):
     NO_AUDIO_STREAM = 16
     NOT_FINITE = 17
     TOO_LONG = 18
-    BAD_OPTION = 30
-    BAD_TENSORS = 31
-    KIND_UNSUPPORTED = 32
-    TOO_SHORT = 33
-    # The worker's state (5xx or retried).
-    SEGMENT_FULL = 20
-    OUT_OF_DEVICE_MEMORY = 21
-    FORWARD_FAILED = 22
-    DEADLINE = 23
-    CANCELLED = 24
-    WORKER_LOST = 25
-    INTERNAL = 26
+    BAD_OPTION = 19
+    BAD_TENSORS = 20
+    KIND_UNSUPPORTED = 21
+    TOO_SHORT = 22
+    # The worker's state (5xx or retried): from 100 on.
+    SEGMENT_FULL = 100
+    OUT_OF_DEVICE_MEMORY = 101
+    FORWARD_FAILED = 102
+    DEADLINE = 103
+    CANCELLED = 104
+    WORKER_LOST = 105
+    INTERNAL = 106
