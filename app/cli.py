@@ -133,6 +133,13 @@ def _add_worker_options(parser: argparse.ArgumentParser, defaults: ServeConfig) 
     )
     group.add_argument("--max-batch-size", type=int, default=defaults.max_batch_items, metavar="ITEMS")
     group.add_argument("--max-batch-patches", type=int, default=defaults.max_batch_patches, metavar="N")
+    group.add_argument(
+        "--max-batch-wait-us",
+        type=int,
+        default=defaults.max_batch_wait_us,
+        metavar="US",
+        help="how long an idle device waits for more items (default: it starts at once)",
+    )
     group.add_argument("--preprocess-threads", type=int, default=defaults.preprocess_threads, metavar="N")
     group.add_argument("--revision", default="", help="of a hub id")
     group.add_argument("--download-dir", default="", metavar="DIR", help="where hub ids are kept")
@@ -215,6 +222,7 @@ def _serve_config(parsed: argparse.Namespace, checkpoint: str) -> ServeConfig:
         tower=parsed.tower,
         max_batch_items=parsed.max_batch_size,
         max_batch_patches=parsed.max_batch_patches,
+        max_batch_wait_us=parsed.max_batch_wait_us,
         preprocess_threads=parsed.preprocess_threads,
         max_pixels=parsed.max_pixels,
         rgba_background=parsed.rgba_background,

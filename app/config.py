@@ -36,6 +36,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     tower: Literal["auto", "stub"] = "auto"
     max_batch_items: int = 32
     max_batch_patches: int = 16384
+    max_batch_wait_us: int = 0
     preprocess_threads: int = 2
     torch_threads: int = 1
     max_pixels: int = 33_554_432

@@ -102,6 +102,7 @@ class Launcher:
             slot_count=LINK_SLOT_COUNT,
             max_batch_items=config.max_batch_items,
             max_batch_patches=config.max_batch_patches,
+            max_batch_wait_us=config.max_batch_wait_us,
             preprocess_threads=config.preprocess_threads,
             torch_threads=config.torch_threads,
             max_pixels=config.max_pixels,

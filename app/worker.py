@@ -121,6 +121,7 @@ class Worker:
                 arena_nbytes=job.block.nbytes,
                 metadata_bytes=job.metadata_bytes,
                 item_count=job.item_count,
+                streamed=job.wait == "shape",
             )
         )
         if published:

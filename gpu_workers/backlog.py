@@ -30,10 +30,11 @@ from shm.errors import ErrorCode
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What one forward may hold, and how much may wait for it."""
+    """What one forward may hold, how much may wait for it, and how long it may wait for more."""
 
     max_items: int
     max_patches: int
+    max_wait_ns: int = 0  # 0: an idle device starts at once
 
     @property
     def max_prepared_patches(self) -> int:
@@ -112,6 +113,7 @@ class Backlog:
         """No job will be added any more: takers get None once the last one has ended."""
         with self._lock:
             self._finishing = True
+            self._may_encode.notify_all()  # nobody waits for more
             self._wake_all_if_finished()
 
     # --- preprocess threads ---
@@ -166,6 +168,7 @@ class Backlog:
                 return
             item.prepared = prepared
             item.state = ItemState.PREPARED
+            item.prepared_ns = time.monotonic_ns()
             self._prepared.append(item)
             self._may_encode.notify()
 
@@ -184,7 +187,11 @@ class Backlog:
             while True:
                 self._drop_expired_prepared()
                 if self._prepared:
-                    break
+                    wait_ns = self._batch_wait_ns()
+                    if wait_ns <= 0:
+                        break
+                    self._may_encode.wait(wait_ns / 1e9)
+                    continue
                 if self._finished():
                     return None
                 self._may_encode.wait()
@@ -194,6 +201,7 @@ class Backlog:
                 self._leave_prepared(item)
                 item.state = ItemState.HELD_FOR_ENCODE
                 item.job.held_items += 1
+                item.job.taken_items += 1
                 item.job.timings.batch_items = max(item.job.timings.batch_items, len(batch))
             return batch  # each item comes back through bring_batch
 
@@ -250,6 +258,16 @@ class Backlog:
             return True
         total_patches = self._prepared_patches + item.cost_patches
         return self._prepared_patches == 0 or total_patches <= self._limits.max_prepared_patches
+
+    def _batch_wait_ns(self) -> int:
+        """How long the device still waits for more items; nothing once a batch is full or none will come."""
+        if not self._limits.max_wait_ns or self._finishing:
+            return 0
+        patches = sum(item.cost_patches for item in self._prepared)
+        if len(self._prepared) >= self._limits.max_items or patches >= self._limits.max_patches:
+            return 0
+        oldest_ns = min(item.prepared_ns for item in self._prepared)
+        return oldest_ns + self._limits.max_wait_ns - time.monotonic_ns()
 
     def _leave_prepared(self, item: Item) -> None:
         self._prepared_patches -= item.cost_patches

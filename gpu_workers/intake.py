@@ -132,6 +132,7 @@ class Intake:
 
     def _read_request(self, submission: Submission, job: Job) -> None:
         """Add every item with its plan to the job. ItemError for the item that would be next."""
+        job.is_streamed = submission.streamed != 0
         if self._backlog_finished:
             raise ItemError(ErrorCode.WORKER_LOST)  # control retries it elsewhere
         if submission.deadline_ns <= time.monotonic_ns():

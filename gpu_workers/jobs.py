@@ -39,6 +39,7 @@ class Item:
     row_start: int = 0  # valid once the job's rows are laid out
     state: ItemState = ItemState.WAITING
     prepared: Prepared | None = None
+    prepared_ns: int = 0  # CLOCK_MONOTONIC, when it began to wait for the device
 
     @property
     def plan(self) -> ItemPlan:
@@ -60,6 +61,16 @@ class Item:
     def cost_patches(self) -> int:
         """What the item costs the device; nothing while it is only to be measured."""
         return 0 if self.known_plan is None else self.known_plan.cost_patches
+
+    @property
+    def job_key(self) -> int:
+        """Items of the same job have the same."""
+        return self.job.ticket
+
+    @property
+    def job_share(self) -> int:
+        """How many items of its job may go into one batch now."""
+        return max(1, self.job.taken_items) if self.job.is_streamed else len(self.job.items)
 
     @property
     def batch_key(self) -> str:
@@ -95,6 +106,8 @@ class Job:
     block: FillingBlock | None = None
     error: ItemError | None = None  # set once; the job is failed from then on
     error_item: int = 0
+    is_streamed: bool = False  # a reader waits for the first rows already
+    taken_items: int = 0  # by the device, so far
     held_items: int = 0
     ready_items: int = 0  # length of the prefix of items whose rows are all in the block
     timings: Timings = field(default_factory=Timings)

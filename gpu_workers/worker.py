@@ -144,7 +144,8 @@ def _start_threads(
     """All threads but the main one, whose loop is returned. From here on SIGTERM means: finish."""
     family, device = loaded
     publisher = Publisher(link, faults)
-    limits = BatchLimits(config.max_batch_items, config.max_batch_patches)
+    max_wait_ns = config.max_batch_wait_us * 1000
+    limits = BatchLimits(config.max_batch_items, config.max_batch_patches, max_wait_ns)
     backlog = Backlog(publisher, limits, wake_intake=link.submissions.wake)
     deliverer = Deliverer(backlog, device, heart)
     intake = Intake(

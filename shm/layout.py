@@ -244,14 +244,15 @@ class SubmissionKind(IntEnum):
     DRAIN = 4
 
 
-_SUBMISSION: Final = struct.Struct("<IIQQQQIIQ72x")
+_SUBMISSION: Final = struct.Struct("<IIQQQQIIQI68x")
 
 
 class Submission(NamedTuple):
     """Control -> worker. ticket: control's number of this attempt, unique per boot.
 
     ENCODE uses arena_offset, arena_nbytes (the whole input block), metadata_bytes (msgpack
-    RequestMetadata at its head), deadline_ns, item_count. CANCEL uses ticket. RECLAIM uses block, generation.
+    RequestMetadata at its head), deadline_ns, item_count, streamed (1: a reader waits for the first rows).
+    CANCEL uses ticket. RECLAIM uses block, generation.
     """
 
     kind: SubmissionKind
@@ -263,23 +264,26 @@ class Submission(NamedTuple):
     item_count: int = 0
     block: int = 0
     generation: int = 0
+    streamed: int = 0
 
     def pack(self) -> bytes:
         """The 128-byte slot."""
         return _SUBMISSION.pack(
             self.kind, self.block, self.ticket, self.deadline_ns, self.arena_offset,
-            self.arena_nbytes, self.metadata_bytes, self.item_count, self.generation,
+            self.arena_nbytes, self.metadata_bytes, self.item_count, self.generation, self.streamed,
         )  # fmt: skip
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
         """Parse a slot; RegionCorrupt for an unknown kind."""
-        kind, block, ticket, deadline, offset, nbytes, meta, items, generation = _SUBMISSION.unpack(raw)
+        kind, block, ticket, deadline, offset, nbytes, meta, items, generation, streamed = _SUBMISSION.unpack(
+            raw
+        )
         try:
             known = SubmissionKind(kind)
         except ValueError:
             raise RegionCorrupt(f"unknown submission kind {kind}") from None
-        return cls(known, ticket, deadline, offset, nbytes, meta, items, block, generation)
+        return cls(known, ticket, deadline, offset, nbytes, meta, items, block, generation, streamed)
 
 
 assert _SUBMISSION.size == SLOT_BYTES

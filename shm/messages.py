@@ -105,6 +105,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     trust_remote_code: bool
     log_level: str
     media_options: MediaOptions = MediaOptions()
+    max_batch_wait_us: int = 0  # how long an idle device waits for more items to prepare
     faults: list[str] = []  # named fault points, tests only
 
 

@@ -19,6 +19,8 @@ from app.errors import (
     EncodeFault,
     InvalidItem,
     ItemUndecodable,
+    MemoryFull,
+    PoisonInput,
     RequestError,
     WorkerLost,
 )
@@ -252,3 +254,85 @@ async def test_what_is_not_done_when_the_drain_ends_gets_an_answer_too(tmp_path:
         await engine.drain()
         with pytest.raises(Draining):
             await encode
+
+
+@on_loop
+async def test_rows_of_a_request_of_many_items_are_readable_before_the_last_is_encoded(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, preprocess_threads=1) as (engine, session):
+        items = [b"stub rows=4 forward_ms=20 number=%d" % number for number in range(16)]
+        encoded = await engine.encode(make_job(engine.arena, "key", *items, wait="shape"))
+        assert (encoded.state, encoded.rows) == ("shape", 64)
+
+        def read() -> list[int]:
+            """The rows that were there at each look, each look's rows compared with what is right."""
+            seen = []
+            with session.attach(encoded.handle) as view:
+                right = np.concatenate([stub_rows(item) for item in items])
+                while not seen or seen[-1] < view.rows:
+                    view.wait_rows((seen[-1] if seen else 0) + 1, 30)
+                    seen.append(view.rows_ready)
+                    assert (view.numpy()[: seen[-1]] == right[: seen[-1]]).all()
+                view.check()
+            return seen
+
+        seen = await asyncio.to_thread(read)
+        assert seen[0] < 64
+        assert all(rows % 4 == 0 for rows in seen)
+
+
+@on_loop
+async def test_a_stuck_workers_request_is_answered_by_another_and_its_late_block_goes_back(
+    tmp_path: Path,
+) -> None:
+    settings = {"workers": 2, "stall_timeout_s": 30.0, "stuck_share": 0.02, "heartbeat_s": 0.1}
+    async with running(tmp_path, **settings) as (engine, session):
+        stuck_pid = engine.workers()[0].pid
+        os.kill(stuck_pid, signal.SIGSTOP)
+        try:
+            item = b"anything"
+            encoded = await engine.encode(make_job(engine.arena, "key", item))
+            assert (encoded.worker, encoded.attempt) == (1, 2)
+            assert engine.statistics().dispatch.rescued == 1
+            assert engine.statistics().inflight.flights == 1
+            await check_rows(session, encoded, item)
+        finally:
+            os.kill(stuck_pid, signal.SIGCONT)
+        await until(lambda: engine.statistics().inflight.flights == 0)
+        assert engine.workers()[0].pid == stuck_pid
+
+
+@on_loop
+async def test_a_segment_full_of_leased_blocks_refuses_at_admission_until_one_is_released(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, segment_bytes=1 << 20) as (engine, session):
+        held = []
+        number = 0
+        while True:
+            try:
+                engine.check_room(4096)
+            except MemoryFull:
+                break
+            number += 1
+            item = b"stub rows=100 %d" % number
+            held.append((await engine.encode(make_job(engine.arena, f"key {number}", item)), item))
+        assert len(held) > 4
+        engine.release(held.pop()[0].handle.nonce)
+        engine.check_room(4096)
+        for encoded, item in held:
+            await check_rows(session, encoded, item)
+
+
+@on_loop
+async def test_poison_is_refused_to_whoever_brings_it_again(tmp_path: Path) -> None:
+    async with running(tmp_path) as (engine, session):
+        poison = b"stub fault=exit-in-forward"
+        with pytest.raises(WorkerLost):
+            await engine.encode(make_job(engine.arena, "first", poison))
+        with pytest.raises(PoisonInput):
+            await engine.encode(make_job(engine.arena, "again", poison))
+        await until(engine.ready)
+        await check_rows(session, await engine.encode(make_job(engine.arena, "good", b"good")), b"good")
+        assert engine.statistics().restarts == 2

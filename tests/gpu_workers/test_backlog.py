@@ -36,8 +36,8 @@ class Bench:
     control: ControlLink
     woken: threading.Event = field(default_factory=threading.Event)
 
-    def backlog(self, max_items: int = 8, max_patches: int = 100) -> Backlog:
-        return Backlog(self.publisher, BatchLimits(max_items, max_patches), self.woken.set)
+    def backlog(self, max_items: int = 8, max_patches: int = 100, max_wait_ns: int = 0) -> Backlog:
+        return Backlog(self.publisher, BatchLimits(max_items, max_patches, max_wait_ns), self.woken.set)
 
     def job(self, ticket: int, *patches: int, deadline_ns: int = FAR_NS) -> Job:
         """A job with one item of one row for each number of patches."""
@@ -323,3 +323,56 @@ def test_a_job_is_cancelled_while_it_is_being_measured(bench: Bench) -> None:
     assert bench.records() == []
     backlog.bring_measured(item, ItemPlan(1, [[1, 1, 1]], 1, 1, 1), 1)
     assert [record.error for record in bench.records()] == [ErrorCode.CANCELLED]
+
+
+def batch_sizes(backlog: Backlog, items: int) -> list[int]:
+    """Take and bring batches until so many items are done."""
+    sizes = []
+    while sum(sizes) < items:
+        batch = backlog.take_batch()
+        assert batch is not None
+        sizes.append(len(batch))
+        backlog.bring_batch([EncodeResult(item) for item in batch], 1, 1)
+    return sizes
+
+
+def test_a_streamed_job_goes_in_growing_batches_and_any_other_whole(bench: Bench) -> None:
+    backlog = bench.backlog(max_items=32)
+    for ticket, is_streamed, sizes in ((1, True, [1, 1, 2, 4, 8]), (2, False, [16])):
+        job = bench.job(ticket, *[1] * 16)
+        job.is_streamed = is_streamed
+        begin(backlog, job)
+        for _ in range(16):
+            prepare(backlog)
+        assert batch_sizes(backlog, 16) == sizes
+    assert [record.ticket for record in bench.records()] == [1, 2]
+
+
+def test_a_device_told_to_wait_waits_for_more_until_the_batch_is_full(bench: Bench) -> None:
+    backlog = bench.backlog(max_items=3, max_wait_ns=FAR_NS // 1000)
+    begin(backlog, bench.job(1, 1, 1, 1))
+    batches: list[list[Item] | None] = []
+    device = threading.Thread(target=lambda: batches.append(backlog.take_batch()))
+    device.start()
+    for _ in range(3):
+        assert not batches
+        prepare(backlog)
+    device.join()
+    assert [len(batch) for batch in batches if batch is not None] == [3]
+
+
+def test_a_device_told_to_wait_goes_on_when_the_time_is_over(bench: Bench) -> None:
+    backlog = bench.backlog(max_items=3, max_wait_ns=1_000_000)
+    begin(backlog, bench.job(1, 1, 1))
+    item = prepare(backlog)
+    began_ns = item.prepared_ns
+    assert backlog.take_batch() == [item]
+    assert time.monotonic_ns() - began_ns >= 1_000_000
+
+
+def test_nobody_waits_for_more_once_no_more_will_come(bench: Bench) -> None:
+    backlog = bench.backlog(max_items=3, max_wait_ns=FAR_NS // 1000)
+    begin(backlog, bench.job(1, 1))
+    item = prepare(backlog)
+    backlog.finish()
+    assert backlog.take_batch() == [item]

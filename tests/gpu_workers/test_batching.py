@@ -15,6 +15,8 @@ class Waiting:
     order: tuple[int, int, int]
     cost_patches: int = 1
     batch_key: str = "image"
+    job_key: int = 0
+    job_share: int = 1 << 20
 
 
 def waiting(number: int, cost_patches: int = 1, batch_key: str = "image") -> Waiting:
@@ -72,3 +74,18 @@ def test_every_batch_has_the_oldest_and_keeps_the_limits(
         assert len({item.batch_key for item in batch}) == 1
         assert len(batch) <= max_items
         assert len(batch) == 1 or sum(item.cost_patches for item in batch) <= max_patches
+
+
+def streamed(job: int, number: int, share: int) -> Waiting:
+    return Waiting((job, job, number), job_key=job, job_share=share)
+
+
+def test_a_job_whose_first_rows_are_waited_for_keeps_to_its_share() -> None:
+    items = [streamed(1, number, 2) for number in range(16)]
+    assert next_batch(items, 8, 100) == items[:2]
+
+
+def test_what_a_share_leaves_free_is_for_other_jobs() -> None:
+    first = [streamed(1, number, 1) for number in range(16)]
+    others = [waiting(2 + number) for number in range(4)]
+    assert next_batch(first + others, 4, 100) == [first[0], *others[:3]]
