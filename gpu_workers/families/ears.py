@@ -40,6 +40,10 @@ class Whisper:
         """A sound that is padded with zeros has every frame that it begins."""
         return -(-samples // int(self._extractor.hop_length))
 
+    def batch_key(self, frames: int) -> str:
+        """All sounds share a forward."""
+        return ""
+
     def _extract(self, sounds: list[Samples], **options: Any) -> dict[str, torch.Tensor]:
         return dict(
             self._extractor(
@@ -138,7 +142,16 @@ class Qwen3OmniEar(Qwen25OmniEar):
 
     def rows(self, frames: int) -> int:
         """Three convolutions of stride two over each block."""
-        return rows_of_blocks(frames, 2 * int(self._model.config.audio_config.n_window))
+        return rows_of_blocks(frames, self._block_frames)
+
+    def batch_key(self, frames: int) -> str:
+        """Beside a longer sound one that is shorter than a block would be padded to a whole block, and the
+        padding comes through the convolutions: the last row would depend on the batch."""
+        return f"audio of {frames} frames" if frames < self._block_frames else ""
+
+    @property
+    def _block_frames(self) -> int:
+        return 2 * int(self._model.config.audio_config.n_window)
 
     def features(self, samples: Samples) -> dict[str, torch.Tensor]:
         """input_features (1, mel bins, frames) and attention_mask (1, frames)."""

@@ -50,6 +50,9 @@ class Ear(Protocol):
     def features(self, samples: Samples) -> dict[str, torch.Tensor]:
         """What the processor gives for this one sound."""
 
+    def batch_key(self, frames: int) -> str:
+        """Only sounds of the same key share a forward; empty: all of them do."""
+
     def forward(self, batch: list[Prepared]) -> list[Rows]:
         """Rows of each sound, in order."""
 
@@ -90,7 +93,8 @@ class Sounds:
             samples = self._reader.samples(item.data, self._rate)
         if [[self._ear.frames(len(samples))]] != plan.grids:
             raise ItemError(ErrorCode.INTERNAL)
-        return Prepared(item.modality, plan, dict(self._ear.features(samples)))
+        features = dict(self._ear.features(samples))
+        return Prepared(item.modality, plan, features, self._ear.batch_key(self._ear.frames(len(samples))))
 
     def forward(self, batch: list[Prepared]) -> list[Rows]:
         """The ear's rows."""

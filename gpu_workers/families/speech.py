@@ -5,7 +5,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 import transformers
-from transformers import AutoFeatureExtractor, PreTrainedModel
+from transformers import AutoFeatureExtractor, FeatureExtractionMixin, PreTrainedModel
 
 from gpu_workers.families.composed import ComposedFamily, compose
 from gpu_workers.families.ears import GlmAsrEar, Qwen2AudioEar, Qwen3AsrEar
@@ -40,8 +40,17 @@ def load_sounds(config: WorkerConfig, model: PreTrainedModel, make_ear: MakeEar)
     """The checkpoint's sound. OSError or ValueError if it has no feature extractor."""
     options = config.media_options.audio
     others = {name: value for name, value in options.items() if name != "sampling_rate"}
+    _check_has_extractor(config.checkpoint)
     extractor = AutoFeatureExtractor.from_pretrained(
         config.checkpoint, trust_remote_code=config.trust_remote_code, **others
     )
     rate = choose_rate(options, extractor, model.config.audio_config)
     return Sounds(make_ear(model, extractor), rate)
+
+
+def _check_has_extractor(checkpoint: str) -> None:
+    """OSError or ValueError without one: from an image processor's file AutoFeatureExtractor would make one
+    with values of its own."""
+    described, _ = FeatureExtractionMixin.get_feature_extractor_dict(checkpoint)
+    if "feature_extractor_type" not in described:
+        raise ValueError("no file names a feature extractor")

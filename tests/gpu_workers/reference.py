@@ -59,10 +59,15 @@ def plan_of(family: Family, item: MediaItem) -> ItemPlan:
 
 
 def encode(family: Family, *items: MediaItem) -> list[torch.Tensor]:
-    """Rows of each item, all in one forward."""
+    """Rows of each item; all that may share a forward do."""
     plans = [plan_of(family, item) for item in items]
     prepared = [family.preprocess(item, plan) for item, plan in zip(items, plans, strict=True)]
-    rows = [torch.as_tensor(tensor).clone() for tensor in family.forward(prepared)]
+    rows_of: dict[int, torch.Tensor] = {}
+    for key in {one.batch_key for one in prepared}:
+        places = [place for place, one in enumerate(prepared) if one.batch_key == key]
+        for place, tensor in zip(places, family.forward([prepared[place] for place in places]), strict=True):
+            rows_of[place] = torch.as_tensor(tensor).clone()
+    rows = [rows_of[place] for place in range(len(items))]
     dim = family.info().dim_of(items[0].modality)
     assert [tuple(tensor.shape) for tensor in rows] == [(plan.rows, dim) for plan in plans]
     return rows
