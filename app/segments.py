@@ -54,6 +54,7 @@ class Block:
     metadata: BlockMetadata
     run_offset: int
     run_bytes: int
+    metadata_bytes: int
     attempt: Attempt | None
 
 
@@ -103,7 +104,7 @@ class Segment:
         run_offset = header.offset - page_align(header.metadata_bytes)
         block = Block(
             self, record.block, header.generation, header.offset, header.nbytes, header.rows, header.dim,
-            Dtype(header.dtype), metadata, run_offset, header.run_bytes, attempt,
+            Dtype(header.dtype), metadata, run_offset, header.run_bytes, header.metadata_bytes, attempt,
         )  # fmt: skip
         self.blocks[block.index] = block
         self.used_bytes += block.run_bytes

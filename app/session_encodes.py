@@ -176,6 +176,7 @@ class SessionEncodes:
                 block.rows,
                 block.dim,
                 block.dtype,
+                block.metadata_bytes,
             )
         )
 

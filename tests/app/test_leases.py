@@ -193,3 +193,27 @@ async def test_the_end_of_a_session_ends_all_its_leases() -> None:
         here.leases.end_holder(holder)
         assert here.unleased == blocks
         assert here.leases.statistics().attached == 0
+
+
+@on_loop
+async def test_a_lease_granted_to_a_session_is_its_own_from_the_start() -> None:
+    async with scene() as at:
+        holder, block = Holder(), at.block()
+        lease = at.leases.grant_held(holder, block)
+        assert (at.leases.statistics().attached, at.leases.statistics().unattached) == (1, 0)
+        assert at.leases.release_held(holder, lease.number)
+        assert at.unleased == [block]
+        assert holder.held_bytes == 0
+
+
+@on_loop
+async def test_a_lease_over_the_sessions_cap_is_not_granted() -> None:
+    async with scene(cap_bytes=1) as at:
+        holder, first, second = Holder(), at.block(), at.block()
+        at.leases.grant_held(holder, first)  # one block is always allowed
+        with pytest.raises(LeaseRefused):
+            at.leases.grant_held(holder, second)
+        at.leases.block_ended(second)
+        assert at.unleased == [second]
+        at.leases.end_holder(holder)
+        assert at.unleased == [second, first]

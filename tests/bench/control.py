@@ -160,8 +160,9 @@ def measure(
     """Readers in up to PROCESSES processes, all begun together."""
     shares = [share for share in (readers // 2, readers - readers // 2) if share]
     with contextlib.ExitStack() as stack:
-        arguments = [way, address, item_bytes, seconds]
-        loads = [stack.enter_context(load_process(share, *arguments)) for share in shares]
+        loads = [
+            stack.enter_context(load_process(share, way, address, item_bytes, seconds)) for share in shares
+        ]
         before, workers_before = cpu_s(control), sum(map(cpu_s, workers))
         for load in loads:
             assert load.stdin is not None

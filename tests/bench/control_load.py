@@ -35,7 +35,7 @@ class Load(NamedTuple):
 def item_of(nbytes: int) -> bytes:
     """An item for the stub tower, unlike all others."""
     head = f"stub rows={ROWS} ".encode()
-    return head + os.urandom(nbytes - len(head))
+    return head + os.urandom(nbytes).hex().encode()[: nbytes - len(head)]
 
 
 def main() -> None:

@@ -95,3 +95,33 @@ def test_element_types_know_their_width_and_their_name() -> None:
         ("float16", 2),
         ("bfloat16", 2),
     ]
+
+
+def test_a_sessions_regions_hold_their_parts_side_by_side() -> None:
+    line, slots = layout.LINE_BYTES, layout.SESSION_REQUEST_SLOTS
+    submissions_end = layout.SESSION_SIDE_OFFSET + layout.producer_side_bytes(layout.SESSION_SLOT_COUNT)
+    assert submissions_end <= layout.SESSION_COMPLETION_CONSUMER_OFFSET
+    consumer_end = layout.SESSION_COMPLETION_CONSUMER_OFFSET + layout.CONSUMER_SIDE_BYTES
+    assert consumer_end <= layout.SESSION_INPUT_OFFSET == layout.session_client_bytes(0)
+    assert layout.session_client_bytes(1) == layout.SESSION_INPUT_OFFSET + layout.PAGE_BYTES
+    taken_end = layout.SESSION_SIDE_OFFSET + layout.CONSUMER_SIDE_BYTES
+    assert taken_end <= layout.SESSION_COMPLETION_PRODUCER_OFFSET
+    producer_end = layout.SESSION_COMPLETION_PRODUCER_OFFSET + layout.producer_side_bytes(slots)
+    assert producer_end <= layout.SESSION_FAULT_OFFSET
+    assert layout.session_fault_offset(slots - 1) + layout.SESSION_FAULT_BYTES <= layout.SESSION_CONTROL_BYTES
+    assert layout.session_fault_offset(slots + 3) == layout.session_fault_offset(3)
+    for offset in (
+        layout.SESSION_SIDE_OFFSET,
+        layout.SESSION_COMPLETION_CONSUMER_OFFSET,
+        layout.SESSION_COMPLETION_PRODUCER_OFFSET,
+    ):
+        assert offset % line == 0
+
+
+def test_session_slots_survive_the_trip() -> None:
+    asked = layout.SessionDescriptor(layout.SessionKind.ENCODE, 1, 2, 3, 4, 5, 6, 7, 1)
+    assert layout.SessionDescriptor.unpack(asked.pack()) == asked
+    answer = layout.SessionCompletion(layout.SessionAnswer.READY, *range(2, 17))
+    assert layout.SessionCompletion.unpack(answer.pack()) == answer
+    with pytest.raises(RegionCorrupt):
+        layout.SessionCompletion.unpack(b"\xff" * layout.SLOT_BYTES)
