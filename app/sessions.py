@@ -185,19 +185,24 @@ class Session:
             self.end()
 
     def _take(self, limit: int) -> bool:
-        """Whether the limit was reached."""
+        """Whether the limit was reached. Leases end last: the worker that has a new encode is awake already
+        when it is told of the free block, and need not be woken twice."""
+        released: list[int] = []
         while limit > 0:
             slot = self._regions.releases.try_take()
             if slot is None:
-                return False
-            limit -= self._obey(SessionDescriptor.unpack(slot))
-        return True
+                break
+            limit -= self._obey(SessionDescriptor.unpack(slot), released)
+        for lease in released:
+            # One that is not this session's is ignored.
+            self._leases.release_held(self._holder, lease)
+        return limit <= 0
 
-    def _obey(self, descriptor: SessionDescriptor) -> int:
-        """Do it; what it weighs. A release of what is not this session's is ignored."""
+    def _obey(self, descriptor: SessionDescriptor, released: list[int]) -> int:
+        """Do it, or note what is released; what it weighs."""
         match descriptor.kind:
             case SessionKind.RELEASE:
-                self._leases.release_held(self._holder, descriptor.lease)
+                released.append(descriptor.lease)
             case SessionKind.ENCODE:
                 self.encodes.begin(descriptor)
                 return ENCODE_WEIGHT
