@@ -8,7 +8,9 @@ import os
 import re
 import subprocess
 import sys
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
+
+import msgspec
 
 from app import logs
 from app.config import EXIT_CONFIG, ServeConfig, check, default_attach_socket
@@ -16,6 +18,7 @@ from app.errors import ConfigError
 from app.hub import resolve_checkpoint
 from app.notify import take_environment
 from shm.errors import RegionUnavailable
+from shm.messages import MediaOptions
 
 _SIZE: Final = re.compile(r"(\d+)\s*([KMGT]?)(i?B?)", re.IGNORECASE)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -81,6 +84,15 @@ def parse_size(text: str) -> int:
     return int(number) * int(base**power)
 
 
+def parse_media_options(text: str) -> MediaOptions:
+    """JSON by modality, with or without SGLang's outer "vision_config"."""
+    try:
+        said = msgspec.json.decode(text, type=dict[str, Any])
+        return msgspec.convert(said.get("vision_config", said), MediaOptions)
+    except msgspec.MsgspecError as error:
+        raise argparse.ArgumentTypeError(f"is not what it should be: {error}") from None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="encoderd", description="Encoder server for multimodal language models.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
@@ -89,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve_options(serve)
     commands.add_parser("demo", help="one picture end to end on a checkpoint made on the spot")
     make = commands.add_parser("make-checkpoint", help="write a small checkpoint with random weights")
-    make.add_argument("family", help="qwen2_vl, qwen2_5_vl or qwen3_vl")
+    make.add_argument("family", help="a model_type, such as qwen3_vl or qwen2_5_omni")
     make.add_argument("directory")
     make.add_argument("--size", choices=("tiny", "bench"), default="tiny")
     make.add_argument("--seed", type=int, default=0)
@@ -125,6 +137,15 @@ def _add_address_options(parser: argparse.ArgumentParser, defaults: ServeConfig)
 def _add_worker_options(parser: argparse.ArgumentParser, defaults: ServeConfig) -> None:
     group = parser.add_argument_group("workers")
     group.add_argument("--workers", "--dp-size", type=int, default=defaults.workers, metavar="N")
+    group.add_argument(
+        "--tp-size", type=int, default=defaults.tp_size, metavar="N", help="devices per worker"
+    )
+    group.add_argument(
+        "--tp-mode",
+        choices=("weights", "data"),
+        default=defaults.tp_mode,
+        help="share the tower's weights over a worker's devices, or the items of each batch",
+    )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default=defaults.device)
     group.add_argument("--base-gpu-id", type=int, default=defaults.base_gpu_id, metavar="N")
     group.add_argument("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default=defaults.dtype)
@@ -206,6 +227,13 @@ def _add_media_options(parser: argparse.ArgumentParser, defaults: ServeConfig) -
         "--media-url-max-file-size-mb", type=int, default=defaults.max_item_bytes >> 20, metavar="MIB"
     )
     group.add_argument("--rgba-background", choices=("white", "black", "drop"), default="white")
+    group.add_argument(
+        "--mm-process-config",
+        type=parse_media_options,
+        default=defaults.media_options,
+        metavar="JSON",
+        help='processor options by modality: {"video": {"fps": 1, "max_frames": 64}, ...}',
+    )
 
 
 def _serve_config(parsed: argparse.Namespace, checkpoint: str) -> ServeConfig:
@@ -216,6 +244,8 @@ def _serve_config(parsed: argparse.Namespace, checkpoint: str) -> ServeConfig:
         uds=parsed.uds,
         insecure=parsed.insecure,
         workers=parsed.workers,
+        tp_size=parsed.tp_size,
+        tp_mode=parsed.tp_mode,
         device=parsed.device,
         base_gpu_id=parsed.base_gpu_id,
         dtype=parsed.dtype,
@@ -226,6 +256,7 @@ def _serve_config(parsed: argparse.Namespace, checkpoint: str) -> ServeConfig:
         preprocess_threads=parsed.preprocess_threads,
         max_pixels=parsed.max_pixels,
         rgba_background=parsed.rgba_background,
+        media_options=parsed.mm_process_config,
         trust_remote_code=parsed.trust_remote_code,
         segment_bytes=parsed.segment_size,
         arena_bytes=parsed.arena_size,

@@ -10,8 +10,10 @@ from typing import Literal
 import msgspec
 
 from app.errors import ConfigError
+from shm.messages import MediaOptions
 
 MEBIBYTE = 1 << 20
+TP_SIZE_MAX = 16  # devices of one host that a tower can be worth
 EXIT_CONFIG = 78  # EX_CONFIG: systemd's RestartPreventExitStatus names it
 
 
@@ -30,6 +32,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     insecure: bool = False
     # workers
     workers: int = 1
+    tp_size: int = 1  # processes of each worker, and devices
+    tp_mode: Literal["weights", "data"] = "weights"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     base_gpu_id: int = 0
     dtype: str = "auto"
@@ -42,6 +46,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_pixels: int = 33_554_432
     max_aspect_ratio: int = 200
     rgba_background: Literal["white", "black", "drop"] = "white"
+    media_options: MediaOptions = MediaOptions()
     trust_remote_code: bool = False
     # shared memory
     segment_bytes: int = 1024 * MEBIBYTE
@@ -111,6 +116,10 @@ def _check_sizes(config: ServeConfig) -> None:
         raise ConfigError(f"--workers {config.workers} must be at least 1")
     if config.max_queued_requests < 1 or config.max_queued_bytes < 1:
         raise ConfigError("--max-queued-requests and --max-queued-bytes must be at least 1")
+    if not 1 <= config.tp_size <= TP_SIZE_MAX:
+        raise ConfigError(f"--tp-size {config.tp_size} must be from 1 to {TP_SIZE_MAX}")
+    if config.tp_size > 1 and config.tower == "stub" and config.tp_mode == "weights":
+        raise ConfigError("--tower stub has no weights to share: with --tp-size give --tp-mode data")
     if config.arena_bytes < config.max_body_bytes:
         raise ConfigError(
             f"--arena-size ({config.arena_bytes} bytes) must hold --max-body-size "

@@ -16,7 +16,9 @@ from pathlib import Path
 import msgspec
 
 from app.config import ServeConfig
+from app.ranks import RankProcess
 from app.worker import LINK_SLOT_COUNT
+from shm.group import create_group
 from shm.link import create_link
 from shm.messages import WorkerConfig
 from shm.region import Backing, Region
@@ -30,6 +32,8 @@ class LaunchRegions:
     link: Region
     segment: Region
     completion_eventfd: int
+    group: Region | None = None  # of a tensor-parallel group
+    store_fd: int = -1  # where its ranks' collectives meet
 
     def close(self) -> None:
         """Give everything back."""
@@ -40,6 +44,9 @@ class LaunchRegions:
         """Give back what ends with the worker; the segment may live on with its leases."""
         self.link.close()
         os.close(self.completion_eventfd)
+        if self.group is not None:
+            self.group.close()
+            os.close(self.store_fd)
 
 
 class Launcher:
@@ -63,28 +70,41 @@ class Launcher:
                 boot_id=self._boot_id, place=place, epoch=epoch, backing=self._backing,
             )  # fmt: skip
             undo.callback(segment.close)
+            group = self._create_group(place, epoch)
+            if group is not None:
+                undo.callback(group.close)
             eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, eventfd)
+            store_fd = os.memfd_create("encoderd-store", os.MFD_CLOEXEC) if group is not None else -1
             undo.pop_all()
-        return LaunchRegions(link, segment, eventfd)
+        return LaunchRegions(link, segment, eventfd, group, store_fd)
 
-    def spawn(self, regions: LaunchRegions) -> tuple[subprocess.Popen[bytes], int]:
-        """Start the process, in a session of its own: a Ctrl-C is for us, who then drain. OSError.
+    def _create_group(self, place: int, epoch: int) -> Region | None:
+        if self._config.tp_size == 1:
+            return None
+        return create_group(
+            self._config.tp_size, boot_id=self._boot_id, place=place, epoch=epoch, backing=self._backing
+        )
 
-        Returns it with a pidfd, which the caller closes.
+    def spawn(self, regions: LaunchRegions) -> list[RankProcess]:
+        """Start every rank, in a session of its own: a Ctrl-C is for us, who then drain.
+
+        OSError; none of them is left then. The caller closes the pidfds.
         """
-        config = self.worker_config(regions)
-        argv = [sys.executable, "-m", "gpu_workers", msgspec.json.encode(config).decode()]
-        inherited = (config.link_fd, config.arena_fd, config.segment_fd, config.completion_eventfd)
-        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=inherited, start_new_session=True)
+        started: list[RankProcess] = []
         try:
-            return process, os.pidfd_open(process.pid)
+            for rank in range(self._config.tp_size):
+                started.append(_spawn(self.worker_config(regions, rank)))
         except OSError:
-            process.kill()
-            process.wait()
+            for process, pidfd in started:
+                process.kill()
+                process.wait()
+                os.close(pidfd)
             raise
+        return started
 
-    def worker_config(self, regions: LaunchRegions) -> WorkerConfig:
-        """What the worker of these regions is told."""
+    def worker_config(self, regions: LaunchRegions, rank: int = 0) -> WorkerConfig:
+        """What this rank of the worker of these regions is told. Rank 0 alone gets the link."""
         config = self._config
         place = regions.link.header.place
         return WorkerConfig(
@@ -93,12 +113,12 @@ class Launcher:
             parent_pid=os.getpid(),
             checkpoint=config.checkpoint,
             tower=config.tower,
-            device=_device(config, place),
+            device=_device(config, place * config.tp_size + rank),
             dtype=config.dtype,
-            link_fd=regions.link.fd,
+            link_fd=regions.link.fd if rank == 0 else -1,
             arena_fd=self._arena_read_only_fd,
             segment_fd=regions.segment.fd,
-            completion_eventfd=regions.completion_eventfd,
+            completion_eventfd=regions.completion_eventfd if rank == 0 else -1,
             slot_count=LINK_SLOT_COUNT,
             max_batch_items=config.max_batch_items,
             max_batch_patches=config.max_batch_patches,
@@ -110,10 +130,30 @@ class Launcher:
             rgba_background=config.rgba_background,
             trust_remote_code=config.trust_remote_code,
             log_level=config.log_level,
+            media_options=config.media_options,
+            rank=rank,
+            world_size=config.tp_size,
+            tp_mode=config.tp_mode,
+            group_fd=regions.group.fd if regions.group is not None else -1,
+            store_fd=regions.store_fd,
         )
 
 
-def _device(config: ServeConfig, place: int) -> str:
-    """One device for each place. "auto" is CUDA where its driver has made its device file."""
+def _spawn(config: WorkerConfig) -> RankProcess:
+    argv = [sys.executable, "-m", "gpu_workers", msgspec.json.encode(config).decode()]
+    named = (config.link_fd, config.arena_fd, config.segment_fd, config.completion_eventfd,
+             config.group_fd, config.store_fd)  # fmt: skip
+    inherited = [fd for fd in named if fd >= 0]
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=inherited, start_new_session=True)
+    try:
+        return RankProcess(process, os.pidfd_open(process.pid))
+    except OSError:
+        process.kill()
+        process.wait()
+        raise
+
+
+def _device(config: ServeConfig, number: int) -> str:
+    """One device for each rank of each place. "auto" is CUDA where its driver has made its device file."""
     cuda = config.device == "cuda" or (config.device == "auto" and Path("/dev/nvidiactl").exists())
-    return f"cuda:{config.base_gpu_id + place}" if cuda else "cpu"
+    return f"cuda:{config.base_gpu_id + number}" if cuda else "cpu"

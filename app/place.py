@@ -21,6 +21,7 @@ from app.outbox import Outbox
 from app.segments import Segments
 from app.worker import Worker, WorkerCondition
 from shm.errors import RegionCorrupt, RegionUnavailable
+from shm.group import rank_failure
 from shm.link import ControlLink
 from shm.messages import WorkerInfo
 
@@ -188,17 +189,17 @@ class Place:
             self._set_dead(f"the process cannot be started: {error.strerror}", is_final=False)
             return False
         status = await worker.ended
-        self._bury(worker, status)
+        self._bury(worker, regions, status)
         regions.close_link()
         served_long = time.monotonic_ns() - worker.ready_ns > HEALTHY_AFTER_S * 1e9
         return worker.has_served or (worker.ready_ns > 0 and served_long)
 
     def _launch(self, regions: LaunchRegions) -> Worker:
-        process, pidfd = self._launcher.spawn(regions)
+        processes = self._launcher.spawn(regions)
         link = ControlLink(regions.link, regions.completion_eventfd)
         outbox = Outbox(link.submissions, on_corrupt=self._distrust)
         segment = self._segments.add(self.index, self.epoch, regions.segment, outbox)
-        worker = self.worker = Worker(process, pidfd, link, segment, outbox)
+        worker = self.worker = Worker(processes, link, segment, outbox)
         asyncio.get_running_loop().add_reader(link.eventfd, self._answer_bell, worker)
         self._answer_bell(worker)
         logger.info("worker %d.%d started (pid %d)", worker.place, worker.epoch, worker.pid)
@@ -225,11 +226,13 @@ class Place:
         logger.info("worker %d.%d is ready", worker.place, worker.epoch)
         self._on_ready()
 
-    def _bury(self, worker: Worker, status: int) -> None:
+    def _bury(self, worker: Worker, regions: LaunchRegions, status: int) -> None:
         """The process has been reaped: hear what it still said, raise the epoch, take over what it had."""
         asyncio.get_running_loop().remove_reader(worker.link.eventfd)
         self._completions.drain_rest(worker)
-        self._set_dead(worker.reason or _cause_of_death(worker, status), is_final=status == EXIT_CONFIG)
+        self._set_dead(
+            worker.reason or _cause_of_death(worker, regions, status), is_final=status == EXIT_CONFIG
+        )
         self.worker = None
         self.epoch += 1
         self._on_lost(worker)
@@ -254,15 +257,24 @@ class Place:
             return
 
 
-def _cause_of_death(worker: Worker, status: int) -> str:
+def _cause_of_death(worker: Worker, regions: LaunchRegions, status: int) -> str:
     """In words: its own if it gave up, else its exit status or signal."""
-    if status == EXIT_CONFIG or worker.condition is WorkerCondition.STOPPING:
-        try:
-            own_words = worker.link.failure()
-        except RegionCorrupt:
-            own_words = ""
-        if own_words:
-            return own_words
+    rank = worker.first_dead_rank
+    who = f"rank {rank} " if rank else ""
+    if own_words := _own_words(worker, regions, status):
+        return f"{who}gave up: {own_words}" if rank else own_words
     if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    return f"exited with status {status}"
+        return f"{who}killed by {signal.Signals(-status).name}"
+    return f"{who}exited with status {status}"
+
+
+def _own_words(worker: Worker, regions: LaunchRegions, status: int) -> str:
+    """Why the process that died first gave up, if it said so."""
+    try:
+        if worker.first_dead_rank and regions.group is not None:
+            return rank_failure(regions.group, worker.first_dead_rank)
+        if status == EXIT_CONFIG or worker.condition is WorkerCondition.STOPPING:
+            return worker.link.failure()
+    except RegionCorrupt:
+        pass
+    return ""

@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
 import signal
-import subprocess
 import time
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from app.ranks import RankProcess, Ranks
 from shm.errors import RegionCorrupt
 from shm.layout import Submission, SubmissionKind, WorkerState
 
@@ -49,18 +48,17 @@ _CONDITIONS = {
 
 
 class Worker:
-    """One process in one place and epoch.
+    """One process, or the ranks of one group, in one place and epoch.
 
     attempts: its tickets that have not ended, oldest first; outstanding_cost: rows that they stand for;
     shapeless: those without a block. is_slow: its work makes no progress; it gets no more. is_trusted:
     nothing impossible was found in what it wrote. ended resolves to the exit status (negative: the signal)
-    once the process has been reaped, which is the proof of its death. pidfd is closed then.
+    once every process has been reaped, which is the proof of its death.
     """
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
-        pidfd: int,
+        processes: Sequence[RankProcess],
         link: ControlLink,
         segment: Segment,
         outbox: Outbox,
@@ -80,16 +78,18 @@ class Worker:
         self.has_served = False
         self.is_slow = False
         self.is_trusted = True
-        self._process = process
-        self._loop = asyncio.get_running_loop()
-        self._pidfd = pidfd
-        self.ended: asyncio.Future[int] = self._loop.create_future()
-        self._loop.add_reader(self._pidfd, self._reap)
+        self._ranks = Ranks(processes)
+        self.ended = self._ranks.ended
 
     @property
     def pid(self) -> int:
-        """Its process id; reused by the kernel once `ended` is done."""
-        return self._process.pid
+        """The process id, of rank 0 in a group; reused by the kernel once `ended` is done."""
+        return self._ranks.pids[0]
+
+    @property
+    def first_dead_rank(self) -> int:
+        """The rank of its group whose death was its end; 0 for a worker of one process."""
+        return self._ranks.first_dead
 
     @property
     def can_take_work(self) -> bool:
@@ -198,14 +198,5 @@ class Worker:
         self.send_signal(signal.SIGTERM)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless it has been reaped."""
-        if not self.ended.done():
-            signal.pidfd_send_signal(self._pidfd, number)
-
-    def _reap(self) -> None:
-        status = self._process.poll()
-        if status is None:
-            return
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        self.ended.set_result(status)
+        """Send a signal to every process that has not been reaped. Of a group only rank 0 heeds SIGTERM."""
+        self._ranks.send_signal(number)

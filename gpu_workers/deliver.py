@@ -7,6 +7,7 @@ batch's forward.
 import queue
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 from gpu_workers.backlog import Backlog, EncodeResult
 from gpu_workers.device import Device, Mark
@@ -25,6 +26,13 @@ class Encoded:
     outcome: "Rows | ItemError"
 
 
+class Answers(Protocol):
+    """What other ranks of a group make of their items of a batch."""
+
+    def wait(self) -> list[EncodeResult]:
+        """Sleep until all have ended; their rows are in their blocks then. Raises if the group is broken."""
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedBatch:
     """A batch whose forward is asked for: its rows may be read once `finished` is reached."""
@@ -32,6 +40,7 @@ class EncodedBatch:
     encoded: list[Encoded]
     started_ns: int
     finished: Mark
+    elsewhere: Answers
 
 
 class Deliverer:
@@ -60,6 +69,7 @@ class Deliverer:
             results = [self._begin_copy(encoded, batch.finished) for encoded in batch.encoded]
             forward_end_ns = batch.finished.wait()
             self._device.finish_copies()
+            results += batch.elsewhere.wait()
             copy_ns = time.monotonic_ns() - forward_end_ns
             self._backlog.bring_batch(results, forward_end_ns - batch.started_ns, copy_ns)
 

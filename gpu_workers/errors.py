@@ -25,5 +25,13 @@ class DeviceLost(WorkerError):
     """The device's context is broken (a sticky CUDA error): only a new process can use the device again."""
 
 
+class GroupBroken(WorkerError):
+    """A rank of the group does not do as planned: the whole group has to end."""
+
+
+class RanksDisagree(GroupBroken):
+    """The ranks of a group fared differently in one forward: its rows cannot be trusted."""
+
+
 class CompletionRingFull(WorkerError):
     """The control plane let more tickets out than the ring can answer, so its bookkeeping is broken."""

@@ -19,14 +19,14 @@ from gpu_workers.errors import ItemError
 from gpu_workers.families.base import Family, ItemPlan, MediaItem
 from gpu_workers.faults import FaultPoint, Faults
 from gpu_workers.heart import Heart
-from gpu_workers.jobs import Job
+from gpu_workers.jobs import InputRange, Job
 from gpu_workers.publish import Publisher
+from gpu_workers.request import MalformedRequest, media_item, read_metadata
 from gpu_workers.threads import start_thread
 from shm.arena import ArenaReader
 from shm.errors import ErrorCode
 from shm.layout import Submission, SubmissionKind, WorkerState
 from shm.link import WorkerLink
-from shm.messages import ItemSource, Part, RequestMetadata
 from shm.segment import SegmentWriter
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,8 @@ class Intake:
     # --- ENCODE ---
 
     def _encode(self, submission: Submission) -> None:
-        job = Job(submission.ticket, submission.deadline_ns)
+        input_range = InputRange(submission.arena_offset, submission.arena_nbytes, submission.metadata_bytes)
+        job = Job(submission.ticket, submission.deadline_ns, input=input_range)
         try:
             self._read_request(submission, job)
         except ItemError as error:
@@ -138,16 +139,22 @@ class Intake:
         if submission.deadline_ns <= time.monotonic_ns():
             raise ItemError(ErrorCode.DEADLINE)
         block = self._arena.view(submission.arena_offset, submission.arena_nbytes)
-        request = _request_metadata(block, submission)
+        try:
+            self._read_items(submission, block, job)
+        except MalformedRequest as malformed:
+            logger.error("ticket %d: %s", submission.ticket, malformed)
+            raise ItemError(ErrorCode.INTERNAL) from None
+
+    def _read_items(self, submission: Submission, block: memoryview, job: Job) -> None:
+        request = read_metadata(block, submission.metadata_bytes)
+        if len(request.items) != submission.item_count or not request.items:
+            found = len(request.items)
+            raise MalformedRequest(f"{submission.item_count} items announced, {found} found")
         job.modality = request.modality
         if request.modality not in self._info.modalities:
             raise ItemError(ErrorCode.MODALITY_UNSUPPORTED)
         for source in request.items:
-            try:
-                media = _media_item(request.modality, source, block)
-            except _OutsideBlock:
-                logger.error("ticket %d: an item lies outside its input block", submission.ticket)
-                raise ItemError(ErrorCode.INTERNAL) from None
+            media = media_item(request.modality, source, block)
             job.add_item(media, self._inspect(job, media))
 
     def _inspect(self, job: Job, media: MediaItem) -> ItemPlan | None:
@@ -213,40 +220,3 @@ class Intake:
     def _forget_ended(self) -> None:
         """Jobs that failed while they waited for space need none."""
         self._waiting = deque(entry for entry in self._waiting if entry.job.error is None)
-
-
-class _OutsideBlock(Exception):
-    """The metadata names bytes that are not in the input block."""
-
-
-def _media_item(modality: str, source: ItemSource, block: memoryview) -> MediaItem:
-    """The item's files as views of the block. ItemError if one is empty."""
-    parts = source.parts if source.kind == "frames" else [Part(source.offset, source.nbytes)]
-    files = tuple(_view(part, block) for part in parts)
-    if not files or any(len(file) == 0 for file in files):
-        raise ItemError(ErrorCode.EMPTY_ITEM)
-    return MediaItem(modality, files, source.kind, source.options)
-
-
-def _view(part: Part, block: memoryview) -> memoryview:
-    if not (0 <= part.offset <= len(block) and 0 <= part.nbytes <= len(block) - part.offset):
-        raise _OutsideBlock
-    return block[part.offset : part.offset + part.nbytes]
-
-
-def _request_metadata(block: memoryview, submission: Submission) -> RequestMetadata:
-    """The head of the input block. ItemError(INTERNAL) if it is not what the descriptor says."""
-    try:
-        request = msgspec.msgpack.decode(bytes(block[: submission.metadata_bytes]), type=RequestMetadata)
-    except msgspec.DecodeError:
-        logger.error("ticket %d: the input block has no readable metadata", submission.ticket)
-        raise ItemError(ErrorCode.INTERNAL) from None
-    if len(request.items) != submission.item_count or not request.items:
-        logger.error(
-            "ticket %d: %d items announced, %d found",
-            submission.ticket,
-            submission.item_count,
-            len(request.items),
-        )
-        raise ItemError(ErrorCode.INTERNAL)
-    return request

@@ -7,7 +7,7 @@ read by everyone who holds one of their items.
 import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpu_workers.errors import ItemError
 from gpu_workers.families.base import ItemPlan, MediaItem, Prepared
@@ -15,6 +15,14 @@ from shm.messages import BlockMetadata, ItemRows
 from shm.segment import FillingBlock
 
 _U32_MAX: Final = 0xFFFFFFFF
+
+
+class InputRange(NamedTuple):
+    """Where a request lies in the arena: nbytes at offset, RequestMetadata in the first metadata_bytes."""
+
+    offset: int = 0
+    nbytes: int = 0
+    metadata_bytes: int = 0
 
 
 class ItemState(Enum):
@@ -102,6 +110,7 @@ class Job:
     ticket: int
     deadline_ns: int
     modality: str = ""
+    input: InputRange = field(default_factory=InputRange)
     items: list[Item] = field(default_factory=list)
     block: FillingBlock | None = None
     error: ItemError | None = None  # set once; the job is failed from then on

@@ -4,11 +4,12 @@ import logging
 import time
 
 from gpu_workers.backlog import Backlog
-from gpu_workers.errors import ItemError
+from gpu_workers.errors import GroupBroken, ItemError
 from gpu_workers.families.base import Family
 from gpu_workers.faults import FaultPoint, Faults
 from gpu_workers.heart import Heart
 from gpu_workers.jobs import Item
+from gpu_workers.ranks import Ranks
 from gpu_workers.threads import start_thread
 from shm.errors import ErrorCode
 
@@ -18,9 +19,10 @@ logger = logging.getLogger(__name__)
 class PreparePool:
     """Threads that decode and preprocess whatever the backlog hands out next."""
 
-    def __init__(self, backlog: Backlog, family: Family, heart: Heart, faults: Faults) -> None:
+    def __init__(self, backlog: Backlog, family: Family, ranks: Ranks, heart: Heart, faults: Faults) -> None:
         self._backlog = backlog
         self._family = family
+        self._ranks = ranks
         self._heart = heart
         self._faults = faults
 
@@ -43,8 +45,10 @@ class PreparePool:
                 self._backlog.bring_measured(item, plan, time.monotonic_ns() - started_ns)
             else:
                 self._faults.reach(FaultPoint.ERROR_IN_DECODE, (item.plan.fault,))
-                prepared = self._family.preprocess(item.media, item.plan)
+                prepared = self._ranks.preprocess(item)
                 self._backlog.bring_prepared(item, prepared, time.monotonic_ns() - started_ns)
+        except GroupBroken:
+            raise
         except ItemError as error:
             self._backlog.drop_unprepared(item, error)
         except Exception:  # decoders and processors may raise anything; one item is at stake

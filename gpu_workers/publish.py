@@ -6,6 +6,7 @@ Which job may be published when is the caller's affair (intake for SHAPE_KNOWN, 
 
 import logging
 import threading
+from collections.abc import Callable
 
 from gpu_workers.errors import CompletionRingFull, ItemError
 from gpu_workers.faults import FaultPoint, Faults
@@ -20,7 +21,11 @@ logger = logging.getLogger(__name__)
 class Publisher:
     """The one user of the completion ring. Methods may be called from any thread."""
 
-    def __init__(self, link: WorkerLink, faults: Faults) -> None:
+    def __init__(
+        self, link: WorkerLink, faults: Faults, on_failed: Callable[[Job], None] = lambda job: None
+    ) -> None:
+        """on_failed: told of every job that fails before that is published; must not wait."""
+        self._on_failed = on_failed
         self._link = link
         self._faults = faults
         self._lock = threading.Lock()  # the ring has one producer, this worker has many threads
@@ -44,6 +49,7 @@ class Publisher:
         """The job's error ends the ticket; a block that it has stays FAILED until control reclaims it."""
         assert job.error is not None, "a job fails with an error"
         logger.info("ticket %d item %d failed: %s", job.ticket, job.error_item, job.error)
+        self._on_failed(job)
         if job.block is None:
             self.refused(job.ticket, job.error, job.error_item)
             return

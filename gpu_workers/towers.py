@@ -9,7 +9,7 @@ weights, non-persistent buffers) still works.
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from gpu_workers.errors import ConfigurationError
@@ -59,7 +59,12 @@ def load_towers(
             f"the checkpoint lacks {len(missing)} weights of the tower, such as {missing[0]}"
         )
     model.requires_grad_(False)
-    return model.eval().to(device)
+    model = model.eval().to(device)
+    if distributed.is_available() and distributed.is_initialized():
+        from gpu_workers.shard import share_weights  # here, because it imports much that few workers need
+
+        share_weights(model, device)
+    return model
 
 
 def tower_bytes(model: nn.Module) -> int:

@@ -18,15 +18,18 @@ from gpu_workers.backlog import Backlog, BatchLimits
 from gpu_workers.config import parse_config
 from gpu_workers.deliver import Deliverer
 from gpu_workers.errors import ConfigurationError
-from gpu_workers.families.base import Family
-from gpu_workers.families.registry import Loaded, load_family
+from gpu_workers.families.registry import Loaded
 from gpu_workers.faults import Faults
 from gpu_workers.forward import DeviceLoop
+from gpu_workers.group import open_ranks
 from gpu_workers.heart import Heart
 from gpu_workers.intake import Intake
+from gpu_workers.loading import load_working
 from gpu_workers.log import configure_logging
 from gpu_workers.prepare import PreparePool
 from gpu_workers.publish import Publisher
+from gpu_workers.rank import run_rank
+from gpu_workers.ranks import Ranks
 from gpu_workers.threads import EXIT_CONFIGURATION, EXIT_SOFTWARE, run_or_exit
 from shm import _core
 from shm.arena import ArenaReader
@@ -51,7 +54,7 @@ def main(argv: list[str]) -> int:
     configure_logging(config)
     _keep_libraries_quiet_and_offline()
     try:
-        return _run(config)
+        return run_rank(config) if config.rank > 0 else _run(config)
     except Exception:  # the edge of the process; the traceback ends with the root cause
         logger.critical("failed", exc_info=True)
         return EXIT_SOFTWARE
@@ -65,13 +68,14 @@ def _run(config: WorkerConfig) -> int:
         try:
             faults = Faults(config.faults)
             loaded = _load(config, link, regions.segment)
+            ranks = open_ranks(config, loaded.family, regions.group)
         except ConfigurationError as error:
             return _give_up(link, str(error), EXIT_CONFIGURATION)
         except Exception as error:  # loading runs foreign code; whatever it raises ends the start
             logger.debug("load failed", exc_info=True)
             return _give_up(link, f"{type(error).__name__}: {error}", EXIT_SOFTWARE)
         load_ms = (time.monotonic_ns() - started_ns) // 1_000_000
-        device_loop = _start_threads(config, regions, link, loaded, heart, faults)
+        device_loop = _start_threads(config, regions, link, loaded, ranks, heart, faults)
         _announce(link, loaded, load_ms)
         run_or_exit(device_loop.run)
     logger.info("finished")
@@ -82,6 +86,7 @@ class _Regions(NamedTuple):
     link: Region
     arena: Region
     segment: Region
+    group: Region | None
 
 
 def _tie_to_parent(parent_pid: int) -> None:
@@ -103,30 +108,14 @@ def _attach(config: WorkerConfig) -> _Regions:
         attach_region(config.link_fd, RegionKind.LINK, writable=True),
         attach_region(config.arena_fd, RegionKind.ARENA, writable=False),
         attach_region(config.segment_fd, RegionKind.SEGMENT, writable=True),
+        attach_region(config.group_fd, RegionKind.GROUP, writable=True) if config.world_size > 1 else None,
     )
 
 
 def _load(config: WorkerConfig, link: WorkerLink, segment: Region) -> Loaded:
     """Load the tower and prove that it encodes."""
     link.set_state(WorkerState.LOADING)
-    loaded = load_family(config, segment)
-    _warm_up(loaded.family)
-    return loaded
-
-
-def _warm_up(family: Family) -> None:
-    """Encode a small item of each modality by all the steps that a request takes.
-
-    RuntimeError if its rows are not as announced.
-    """
-    for sample in family.samples():
-        plan = family.inspect(sample) or family.measure(sample)
-        [rows] = family.forward([family.preprocess(sample, plan)])
-        announced = (plan.rows, family.info().dim_of(sample.modality))
-        if tuple(rows.shape) != announced:
-            raise RuntimeError(
-                f"the warm-up with {sample.modality} gave rows {tuple(rows.shape)}, announced {announced}"
-            )
+    return load_working(config, segment)
 
 
 def _give_up(link: WorkerLink, reason: str, status: int) -> int:
@@ -139,11 +128,17 @@ def _give_up(link: WorkerLink, reason: str, status: int) -> int:
 
 
 def _start_threads(
-    config: WorkerConfig, regions: _Regions, link: WorkerLink, loaded: Loaded, heart: Heart, faults: Faults
+    config: WorkerConfig,
+    regions: _Regions,
+    link: WorkerLink,
+    loaded: Loaded,
+    ranks: Ranks,
+    heart: Heart,
+    faults: Faults,
 ) -> DeviceLoop:
     """All threads but the main one, whose loop is returned. From here on SIGTERM means: finish."""
     family, device = loaded
-    publisher = Publisher(link, faults)
+    publisher = Publisher(link, faults, on_failed=ranks.forget)
     max_wait_ns = config.max_batch_wait_us * 1000
     limits = BatchLimits(config.max_batch_items, config.max_batch_patches, max_wait_ns)
     backlog = Backlog(publisher, limits, wake_intake=link.submissions.wake)
@@ -159,10 +154,15 @@ def _start_threads(
         faults,
     )
     signal.signal(signal.SIGTERM, lambda _signal, _frame: intake.request_finish())
-    PreparePool(backlog, family, heart, faults).start(config.preprocess_threads)
+    PreparePool(backlog, family, ranks, heart, faults).start(_prepare_threads(config))
     deliverer.start()
     intake.start()
-    return DeviceLoop(backlog, family, device, deliverer, heart, faults)
+    return DeviceLoop(backlog, family, device, deliverer, heart, faults, ranks)
+
+
+def _prepare_threads(config: WorkerConfig) -> int:
+    """Where items are split over ranks, most of these threads wait for another rank's."""
+    return config.preprocess_threads * (config.world_size if config.tp_mode == "data" else 1)
 
 
 def _announce(link: WorkerLink, loaded: Loaded, load_ms: int) -> None:

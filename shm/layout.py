@@ -46,6 +46,7 @@ class RegionKind(IntEnum):
     SEGMENT = 3
     SESSION_CLIENT = 4
     SESSION_CONTROL = 5
+    GROUP = 6
 
 
 _REGION_HEADER: Final = struct.Struct("<QQQ16sIIIIQ64x")

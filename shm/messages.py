@@ -106,6 +106,12 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     log_level: str
     media_options: MediaOptions = MediaOptions()
     max_batch_wait_us: int = 0  # how long an idle device waits for more items to prepare
+    # A tensor-parallel group: rank 0 alone has the link; the others have -1 for its descriptors.
+    rank: int = 0
+    world_size: int = 1
+    tp_mode: Literal["weights", "data"] = "weights"
+    group_fd: int = -1  # the group region; -1 where world_size is 1
+    store_fd: int = -1  # a memfd, where the ranks' collectives meet; "weights" only
     faults: list[str] = []  # named fault points, tests only
 
 

@@ -20,6 +20,7 @@ from app.inflight import Attempt, Flight
 from app.jobs import EncodeJob, Wait
 from app.outbox import Outbox
 from app.place import WorkerStatus
+from app.ranks import RankProcess
 from app.segments import Segments
 from app.worker import LINK_SLOT_COUNT, Worker
 from shm import _core
@@ -129,7 +130,7 @@ class HandWorker:
         self.segment = segments.add(place, 1, segment_region, outbox)
         segments.open_to_readers(self.segment)
         pidfd = os.pidfd_open(self._process.pid)
-        self.worker = Worker(self._process, pidfd, control_link, self.segment, outbox)
+        self.worker = Worker([RankProcess(self._process, pidfd)], control_link, self.segment, outbox)
         self.link.heartbeat(0)
         self.link.set_state(WorkerState.READY)
         self.worker.observe()

@@ -16,7 +16,7 @@ def test_a_process_is_started_and_told_its_place_and_epoch(tmp_path: Path) -> No
     arena_fd = os.memfd_create("arena")
     launcher = Launcher(serve_config(tmp_path), BOOT_ID, Backing.MEMFD, arena_fd)
     regions = launcher.create_regions(place=3, epoch=7)
-    process, pidfd = launcher.spawn(regions)
+    [(process, pidfd)] = launcher.spawn(regions)
     assert process.args[:3] == [sys.executable, "-m", "gpu_workers"]
     assert '"index":3,"epoch":7' in process.args[3]
     assert process.wait() != 0  # the arena it was given is no region
