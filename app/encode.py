@@ -5,7 +5,7 @@ the way up, in every outcome: answer, error, deadline, a client that went away, 
 """
 
 import time
-from typing import Final
+from typing import Final, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -22,6 +22,7 @@ from app.services import Services
 from shm.messages import ItemRows
 
 TIMEOUT_HEADER: Final = "x-request-timeout-ms"
+Value = TypeVar("Value")
 
 
 async def encode(services: Services, request: Request, note: RequestNote) -> EncodeAnswer:
@@ -121,11 +122,20 @@ def _answer(wanted: EncodeRequest, encoded: Encoded, started_ns: int, handed_ove
         ),
         state=encoded.state,
         handle=encoded.handle,
+        video_timestamps=_of_all([item.aux.video_timestamps for item in encoded.metadata.items]),
+        second_per_grid_ts=_of_all([item.aux.second_per_grid_ts for item in encoded.metadata.items]),
+        audio_feature_lens_raw=_of_all([item.aux.audio_feature_length for item in encoded.metadata.items]),
     )
 
 
 def _answer_item(item: ItemRows) -> AnswerItem:
-    return AnswerItem(item.row_start, item.row_count, item.grids, item.width, item.height)
+    return AnswerItem(item.row_start, item.row_count, item.grids, item.width, item.height, item.aux)
+
+
+def _of_all(values: list[Value | None]) -> list[Value] | None:
+    """The values, if every item has one."""
+    present = [value for value in values if value is not None]
+    return present if len(present) == len(values) else None
 
 
 def _milliseconds(duration_ns: int) -> float:

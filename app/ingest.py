@@ -9,9 +9,9 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -20,12 +20,13 @@ from app.config import ServeConfig
 from app.errors import InvalidItem, ItemTooLarge, MemoryFull
 from app.fetch import FetchHold, MediaFetcher
 from app.files import LocalFile, LocalMedia
-from app.items import InlineItem, Item, LocalItem, RemoteItem
+from app.items import CompositeItem, InlineItem, Item, LocalItem, RemoteItem, Source
+from app.tensors import TensorsContent, tensors_layout
 from app.threads import run_to_the_end
 from shm._core import base64_decode_into
 from shm.arena import InputArena, InputBlock
 from shm.layout import page_align
-from shm.messages import ItemSource, RequestMetadata
+from shm.messages import ItemKind, ItemSource, Part, RequestMetadata
 
 # Below this a thread costs more than the decode.
 INLINE_DECODE_BYTES: Final = 64 * 1024
@@ -44,6 +45,21 @@ class Packed:
     item_count: int
     item_bytes: int
     digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an item is made of: so many files, one after the other among the contents."""
+
+    kind: ItemKind = "media"
+    files: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def source(self, parts: list[Part]) -> ItemSource:
+        """As the worker reads it, its files being parts."""
+        start = parts[0].offset
+        span = parts[-1].offset + parts[-1].nbytes - start
+        return ItemSource(start, span, self.kind, parts if self.kind == "frames" else [], self.options)
 
 
 class Content(Protocol):
@@ -125,13 +141,13 @@ class Ingest:
         InvalidItem, ItemRefused, ItemUnavailable ... name the item; MemoryFull when the arena is full now,
         ItemTooLarge when it could never hold the request.
         """
-        item_count = len(items)
+        shapes = [_shape(item) for item in items]
         with ExitStack() as sources:
             contents = await self._open_all(items, sources)
-            offsets, total_bytes = _lay_out(modality, [content.bound_bytes for content in contents])
+            offsets, total_bytes = _lay_out(modality, shapes, [content.bound_bytes for content in contents])
             block = allocate_input(arena, total_bytes)
             with block:
-                fill = partial(_fill, block.view, modality, contents, offsets, self._max_item_bytes)
+                fill = partial(_fill, block.view, modality, shapes, contents, offsets, self._max_item_bytes)
                 if total_bytes - offsets[0] <= INLINE_DECODE_BYTES:
                     sizes, digest = fill()
                 else:
@@ -140,18 +156,22 @@ class Ingest:
                 items.clear()
                 contents.clear()
                 sources.close()
-                metadata = _metadata(modality, offsets, sizes)
+                metadata = _metadata(modality, shapes, offsets, sizes)
                 block.view[: len(metadata)] = metadata
-                yield Packed(block, len(metadata), item_count, sum(sizes), digest)
+                yield Packed(block, len(metadata), len(shapes), sum(sizes), digest)
 
     async def _open_all(self, items: list[Item], sources: ExitStack) -> list[Content]:
         """Contents in order; URLs are fetched together. sources closes what was opened."""
         hold = sources.enter_context(self._fetcher.hold())
         return await _gather_in_order(
-            [self._open(item, index, hold, sources) for index, item in enumerate(items)]
+            [
+                self._open(source, index, hold, sources)
+                for index, item in enumerate(items)
+                for source in _files_of(item)
+            ]
         )
 
-    async def _open(self, item: Item, index: int, hold: FetchHold, sources: ExitStack) -> Content:
+    async def _open(self, item: "_File", index: int, hold: FetchHold, sources: ExitStack) -> Content:
         match item:
             case RemoteItem(url):
                 return FetchedContent(await self._fetcher.fetch(url, index, hold))
@@ -161,6 +181,9 @@ class Ingest:
                 return FileContent(file)
             case InlineItem():
                 return self._inline(item, index)
+            case CompositeItem():
+                arrays = [self._inline(array.source, index) for array in item.arrays]
+                return TensorsContent(tensors_layout(item.arrays, index), arrays, index)
 
     def _inline(self, item: InlineItem, index: int) -> InlineContent:
         characters = len(item.text) - item.start
@@ -183,12 +206,35 @@ async def _gather_in_order(opening: list[Coroutine[None, None, Content]]) -> lis
     return [task.result() for task in tasks]
 
 
-def _lay_out(modality: str, bounds: list[int]) -> tuple[list[int], int]:
-    """Each item's offset in the block, and the block's size. Nothing overlaps if every bound holds."""
+# A file to load: a source, or the arrays of a processed item, which become one.
+_File = Source | CompositeItem
+
+
+def _files_of(item: Item) -> list[_File]:
+    if not isinstance(item, CompositeItem):
+        return [item]
+    return [item] if item.arrays else list(item.sources)
+
+
+def _shape(item: Item) -> Shape:
+    if not isinstance(item, CompositeItem):
+        return Shape()
+    return Shape(item.kind, len(_files_of(item)), item.options)
+
+
+def _item_of_file(shapes: list[Shape]) -> list[int]:
+    """The number of the item that each file belongs to."""
+    return [index for index, shape in enumerate(shapes) for _ in range(shape.files)]
+
+
+def _lay_out(modality: str, shapes: list[Shape], bounds: list[int]) -> tuple[list[int], int]:
+    """Each file's offset in the block, and the block's size. Nothing overlaps if every bound holds."""
     # Packed with the largest numbers that can stand there: msgpack integers only get shorter.
-    largest = sum(bounds) + len(bounds) * ITEM_ALIGNMENT_BYTES + page_align(32 * (len(bounds) + 1))
+    options_bytes = sum(len(msgspec.msgpack.encode(shape.options)) for shape in shapes)
+    room = page_align(64 * (len(bounds) + 1) + options_bytes)
+    largest = sum(bounds) + len(bounds) * ITEM_ALIGNMENT_BYTES + room
     worst_case = msgspec.msgpack.encode(
-        RequestMetadata(modality, [ItemSource(largest, largest)] * len(bounds))
+        RequestMetadata(modality, [shape.source([Part(largest, largest)] * shape.files) for shape in shapes])
     )
     position = page_align(len(worst_case))
     offsets = []
@@ -209,16 +255,21 @@ def allocate_input(arena: InputArena, total_bytes: int) -> InputBlock:
 
 
 def _fill(
-    view: memoryview, modality: str, contents: list[Content], offsets: list[int], max_item_bytes: int
+    view: memoryview,
+    modality: str,
+    shapes: list[Shape],
+    contents: list[Content],
+    offsets: list[int],
+    max_item_bytes: int,
 ) -> tuple[list[int], bytes]:
     """Load every content at its offset; sizes, and the digest of all."""
     sizes = []
-    for index, (content, offset) in enumerate(zip(contents, offsets, strict=True)):
+    for index, content, offset in zip(_item_of_file(shapes), contents, offsets, strict=True):
         size = content.load_into(view[offset : offset + content.bound_bytes])
         check_item_bytes(index, size, max_item_bytes)
         sizes.append(size)
     loaded = (view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True))
-    return sizes, content_digest(modality, loaded)
+    return sizes, content_digest(modality, loaded, shapes)
 
 
 def check_item_bytes(index: int, nbytes: int, max_item_bytes: int) -> None:
@@ -229,17 +280,22 @@ def check_item_bytes(index: int, nbytes: int, max_item_bytes: int) -> None:
         raise _too_large(index, max_item_bytes)
 
 
-def content_digest(modality: str, items: Iterable[memoryview]) -> bytes:
-    """sha256 over the modality and every item, each after its length."""
+def content_digest(modality: str, items: Iterable[memoryview], shapes: Iterable[Shape] = ()) -> bytes:
+    """sha256 over the modality and every file, each after its length; and over what the items are, if any is
+    more than one file without options."""
     digest = hashlib.sha256(modality.encode())
     for item in items:
         digest.update(len(item).to_bytes(8, "little"))
         digest.update(item)
+    described = [(shape.kind, shape.files, shape.options) for shape in shapes]
+    if any(one != ("media", 1, {}) for one in described):
+        digest.update(msgspec.msgpack.encode(described, order="deterministic"))
     return digest.digest()
 
 
-def _metadata(modality: str, offsets: list[int], sizes: list[int]) -> bytes:
-    sources = [ItemSource(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+def _metadata(modality: str, shapes: list[Shape], offsets: list[int], sizes: list[int]) -> bytes:
+    parts = iter([Part(offset, size) for offset, size in zip(offsets, sizes, strict=True)])
+    sources = [shape.source([next(parts) for _ in range(shape.files)]) for shape in shapes]
     return msgspec.msgpack.encode(RequestMetadata(modality, sources))
 
 

@@ -1,22 +1,37 @@
-"""What an element of mm_items names: inline bytes, a URL to fetch, or a local path. No input or output here.
+"""What an element of mm_items names: inline bytes, a URL to fetch, a local path, or several of them.
+
+An object may say more than where its bytes are: {"url": ..., OPTION: ...} has processor options of its own,
+{"frames": [...]} or {"images": [...]} are several pictures that are one item, {"processed": ...} is what the
+model's processor gives, as a safetensors file or (see `app.tensors`) as arrays. No input or output here.
 
 Called by `app.schema`; `app.ingest` turns the result into bytes.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import unquote
 
+import msgspec
+
 from app.errors import InvalidItem, InvalidRequest, ItemRefused
+from shm.messages import ItemKind
 
 MAX_NESTING: Final = 4
 MAX_URL_CHARACTERS: Final = 8192
 MAX_PATH_CHARACTERS: Final = 4096
 MAX_MEDIA_TYPE_CHARACTERS: Final = 512
 URL_KEYS: Final = ("url", "image_url", "video_url", "audio_url")
+LIST_KEYS: Final = ("frames", "images")
+PROCESSED_KEY: Final = "processed"
+# Beside a URL these are no options of a processor.
+NO_OPTIONS: Final = frozenset(("type", "content_hash", "uuid", "id"))
+MAX_OPTIONS_BYTES: Final = 4096
+MAX_FILES_OF_AN_ITEM: Final = 1024
+MAX_ARRAYS: Final = 8
+MAX_DIMENSIONS: Final = 8
 # A slash begins an absolute path, but also the base64 of a JPEG and of one other content in 64.
 JPEG_BASE64_PREFIX: Final = "/9j/"
 SHORTEST_SLASHED_BASE64: Final = 128
@@ -48,7 +63,33 @@ class LocalItem:
     path: str
 
 
-Item = InlineItem | RemoteItem | LocalItem
+Source = InlineItem | RemoteItem | LocalItem
+
+
+@dataclass(frozen=True, slots=True)
+class NamedArray:
+    """One array of a processed item: its safetensors type and shape, and its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: InlineItem
+
+
+@dataclass(frozen=True, slots=True)
+class CompositeItem:
+    """An item that is more than one file without options; fields as in shm.messages.ItemSource.
+
+    arrays: of kind "processed", where it is not a file, which then has no source.
+    """
+
+    kind: ItemKind
+    sources: tuple[Source, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    arrays: tuple[NamedArray, ...] = ()
+
+
+Item = Source | CompositeItem
 
 
 def parse_items(value: object, max_items: int, texts: Mapping[str, memoryview] = _NO_TEXTS) -> list[Item]:
@@ -76,23 +117,99 @@ def _collect(
         return
     if len(found) == max_items:
         raise InvalidRequest(f"mm_items has more than {max_items} items")
-    text = _text_of(value, name)
-    long_text = texts.get(text)
-    if long_text is None:
-        found.append(_parse_text(text, text, name, len(found)))
-    else:
-        head = str(long_text[:MAX_MEDIA_TYPE_CHARACTERS], "ascii")
-        found.append(_parse_text(long_text, head, name, len(found)))
+    found.append(_ItemParser(name, len(found), texts).item(value))
 
 
-def _text_of(value: object, name: str) -> str:
-    if isinstance(value, dict):
+class _ItemParser:
+    """Parses one element of mm_items: its name in messages, its place, and the request's long texts."""
+
+    def __init__(self, name: str, index: int, texts: Mapping[str, memoryview]) -> None:
+        self._name = name
+        self._index = index
+        self._texts = texts
+
+    def item(self, value: object) -> Item:
+        """Of any form."""
+        if not isinstance(value, dict):
+            return self._source(value, self._name)
+        if PROCESSED_KEY in value:
+            return self._processed(value[PROCESSED_KEY])
+        for key in LIST_KEYS:
+            if key in value:
+                options = self._options({name: one for name, one in value.items() if name != key})
+                return CompositeItem("frames", self._sources(value[key], f"{self._name}.{key}"), options)
+        text, options = self._url_of(value, self._name)
+        source = self._source(text, self._name)
+        checked = self._options(options)
+        return CompositeItem("media", (source,), checked) if checked else source
+
+    def _url_of(self, value: dict[str, object], name: str) -> tuple[str, dict[str, object]]:
+        """The URL of an object, however deep it says it, and what is said beside it."""
         for key in URL_KEYS:
             if key in value:
+                beside = {other: one for other, one in value.items() if other != key}
                 inner = value[key]
-                return _text_of(inner, f"{name}.{key}") if isinstance(inner, dict) else _string(inner, name)
-        raise InvalidRequest(f"{name} is an object with none of: {', '.join(URL_KEYS)}")
-    return _string(value, name)
+                if isinstance(inner, dict):
+                    text, options = self._url_of(inner, f"{name}.{key}")
+                    return text, beside | options
+                return _string(inner, name), beside
+        known = ", ".join((*URL_KEYS, *LIST_KEYS, PROCESSED_KEY))
+        raise InvalidRequest(f"{name} is an object with none of: {known}")
+
+    def _sources(self, value: object, name: str) -> tuple[Source, ...]:
+        if not isinstance(value, list) or not value:
+            raise InvalidRequest(f"{name} must be a list of pictures")
+        if len(value) > MAX_FILES_OF_AN_ITEM:
+            raise InvalidRequest(f"{name} has {len(value)} entries; the limit is {MAX_FILES_OF_AN_ITEM}")
+        return tuple(self._source(one, f"{name}[{place}]") for place, one in enumerate(value))
+
+    def _source(self, value: object, name: str) -> Source:
+        if isinstance(value, dict):
+            value, _ = self._url_of(value, name)
+        text = _string(value, name)
+        long_text = self._texts.get(text)
+        if long_text is None:
+            return _parse_text(text, text, name, self._index)
+        return _parse_text(long_text, str(long_text[:MAX_MEDIA_TYPE_CHARACTERS], "ascii"), name, self._index)
+
+    def _options(self, beside: dict[str, object]) -> dict[str, Any]:
+        """What stands beside the media, without what is none of a processor's business."""
+        options = {name: value for name, value in beside.items() if name not in NO_OPTIONS}
+        if len(msgspec.json.encode(options)) > MAX_OPTIONS_BYTES:
+            raise InvalidItem(
+                f"{self._name} has more than {MAX_OPTIONS_BYTES} bytes of options", item_index=self._index
+            )
+        return options
+
+    def _processed(self, value: object) -> CompositeItem:
+        """A safetensors file, or arrays by name."""
+        name = f"{self._name}.{PROCESSED_KEY}"
+        if not isinstance(value, dict):
+            return CompositeItem(PROCESSED_KEY, (self._source(value, name),))
+        if not 1 <= len(value) <= MAX_ARRAYS:
+            raise InvalidRequest(f"{name} must have 1 to {MAX_ARRAYS} arrays")
+        arrays = tuple(self._array(one, key, f"{name}.{key}") for key, one in value.items())
+        return CompositeItem(PROCESSED_KEY, (), arrays=arrays)
+
+    def _array(self, value: object, key: str, name: str) -> NamedArray:
+        """{"dtype": "F32", "shape": [...], "data": base64}."""
+        try:
+            said = msgspec.convert(value, _Array)
+        except msgspec.ValidationError as error:
+            raise InvalidItem(f"{name}: {error}", item_index=self._index) from None
+        source = self._source(said.data, f"{name}.data")
+        if not isinstance(source, InlineItem):
+            raise InvalidItem(f"{name}.data must be base64", item_index=self._index)
+        return NamedArray(key, said.dtype, tuple(said.shape), source)
+
+
+class _Array(msgspec.Struct, frozen=True):
+    dtype: Literal["F32", "F16", "BF16", "I64", "I32"]
+    shape: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]],
+        msgspec.Meta(min_length=1, max_length=MAX_DIMENSIONS),
+    ]
+    data: str
 
 
 def _string(value: object, name: str) -> str:
@@ -106,7 +223,7 @@ def _json_type(value: object) -> str:
     return names.get(type(value), "null")
 
 
-def _parse_text(text: str | memoryview, head: str, name: str, index: int) -> Item:
+def _parse_text(text: str | memoryview, head: str, name: str, index: int) -> Source:
     """head: the text itself, or the beginning of a view, which is longer than any URL or path may be."""
     if not text:
         raise InvalidItem(f"{name} is an empty string", item_index=index)

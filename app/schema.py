@@ -13,7 +13,7 @@ from msgspec import UNSET, Struct, UnsetType
 from app.errors import InvalidRequest
 from app.items import Item, parse_items
 from app.long_texts import SplitBody
-from shm.messages import Handle
+from shm.messages import Handle, ItemAux
 
 MAX_REQ_ID_CHARACTERS: Final = 512
 MODALITIES: Final = ("image", "video", "audio")
@@ -135,14 +135,16 @@ def parse_release(body: bytes | bytearray) -> ReleaseRequest:
     return _decode(body, ReleaseRequest)
 
 
-class AnswerItem(Struct, frozen=True):
-    """One item's rows in the block. grid_thw: [[t, h, w], ...] in patches; width, height in pixels."""
+class AnswerItem(Struct, frozen=True, omit_defaults=True):
+    """One item's rows in the block. grid_thw: [[t, h, w], ...] in patches, [[n]] mel frames for audio; width,
+    height in pixels. aux: left out where there is nothing to say."""
 
     row_start: int
     row_count: int
     grid_thw: list[list[int]]
     width: int
     height: int
+    aux: ItemAux = ItemAux()
 
 
 class AnswerTimings(Struct, frozen=True):
@@ -156,8 +158,11 @@ class AnswerTimings(Struct, frozen=True):
     total: float
 
 
-class EncodeAnswer(Struct, frozen=True):
-    """The 200 of POST /encode. embedding_size/len/dim are SGLang's names for nbytes, rows, dim."""
+class EncodeAnswer(Struct, frozen=True, omit_defaults=True):
+    """The 200 of POST /encode. embedding_size/len/dim are SGLang's names for nbytes, rows, dim.
+
+    The last three are the items' aux as SGLang has it, an entry for each item, where every item has one.
+    """
 
     req_id: str
     modality: str
@@ -174,6 +179,9 @@ class EncodeAnswer(Struct, frozen=True):
     timings: AnswerTimings
     state: Literal["ready", "shape"]
     handle: Handle
+    video_timestamps: list[list[float]] | None = None
+    second_per_grid_ts: list[float] | None = None
+    audio_feature_lens_raw: list[int] | None = None
 
 
 def _decode(body: bytes | bytearray, kind: type[Body]) -> Body:

@@ -23,7 +23,7 @@ from app.errors import (
     RequestError,
     cause_of,
 )
-from app.ingest import INLINE_DECODE_BYTES, allocate_input, check_item_bytes, content_digest
+from app.ingest import INLINE_DECODE_BYTES, Shape, allocate_input, check_item_bytes, content_digest
 from app.jobs import EncodeJob
 from app.schema import MAX_REQ_ID_CHARACTERS, check_modality, check_req_id
 from shm.errors import LeaseRefused, RegionCorrupt
@@ -349,7 +349,9 @@ def copy_request(
     check_modality(metadata.modality)
     _check_items(metadata, descriptor.metadata_bytes + descriptor.req_id_bytes, len(view), limits)
     items = (view[item.offset : item.offset + item.nbytes] for item in metadata.items)
-    return Copied(metadata.modality, req_id, len(metadata.items), content_digest(metadata.modality, items))
+    shapes = [Shape(item.kind, len(item.parts) or 1, item.options) for item in metadata.items]
+    digest = content_digest(metadata.modality, items, shapes)
+    return Copied(metadata.modality, req_id, len(metadata.items), digest)
 
 
 def _metadata(head: memoryview) -> RequestMetadata:

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from shm.errors import SessionClosed, ShmError, WaitTimeout
-from shm.messages import Handle
+from shm.messages import Handle, ItemAux
 
 # One item: bytes (sent as base64), a URL, data URL, base64 or path as text, or a dict in OpenAI's shape.
 Item = bytes | bytearray | memoryview | str | Mapping[str, Any]
@@ -44,6 +44,7 @@ class ItemAnswer(msgspec.Struct, frozen=True):
     grid_thw: list[list[int]] = []
     width: int = 0
     height: int = 0
+    aux: ItemAux = ItemAux()
 
 
 class TimingsAnswer(msgspec.Struct, frozen=True):

@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import pytest
+import safetensors.numpy
 
 from app.errors import InvalidItem, ItemRefused, ItemTooLarge, MemoryFull, RequestError
 from app.fetch import MediaFetcher
@@ -189,3 +192,58 @@ def test_a_cancelled_caller_waits_for_the_thread_that_still_writes() -> None:
         assert finished.is_set()
 
     run(main())
+
+
+def sources_of(arena: InputArena, items: list[Item]) -> tuple[RequestMetadata, list[list[bytes]], bytes]:
+    """What the worker is told, each item's files, and the digest."""
+
+    async def main() -> tuple[RequestMetadata, list[list[bytes]], bytes]:
+        async with (
+            MediaFetcher(SETTINGS) as fetcher,
+            Ingest(SETTINGS, fetcher).pack("video", items, arena) as packed,
+        ):
+            view = packed.block.view
+            metadata = msgspec.msgpack.decode(view[: packed.metadata_bytes], type=RequestMetadata)
+            files = [
+                [bytes(view[one.offset : one.offset + one.nbytes]) for one in source.parts or [source]]
+                for source in metadata.items
+            ]
+            return metadata, files, packed.digest
+
+    return run(main())
+
+
+def test_frames_and_options_reach_the_worker(arena: InputArena) -> None:
+    frames = {"frames": [data_url(b"one"), data_url(b"the second")], "fps": 4}
+    metadata, files, digest = sources_of(arena, parse_items([data_url(b"plain"), frames], 4))
+    assert files == [[b"plain"], [b"one", b"the second"]]
+    assert [(source.kind, source.options) for source in metadata.items] == [
+        ("media", {}),
+        ("frames", {"fps": 4}),
+    ]
+    other = sources_of(arena, parse_items([data_url(b"plain"), {**frames, "fps": 5}], 4))[2]
+    assert digest != other
+
+
+def test_arrays_become_a_safetensors_file(arena: InputArena) -> None:
+    values = np.arange(6, dtype="<f4")
+    grid = np.array([[1, 2, 3]], dtype="<i8")
+    arrays = {
+        "pixel_values": {"dtype": "F32", "shape": [3, 2], "data": base64_of(values)},
+        "image_grid_thw": {"dtype": "I64", "shape": [1, 3], "data": base64_of(grid)},
+    }
+    metadata, files, _ = sources_of(arena, parse_items([{"processed": arrays}], 1))
+    assert metadata.items[0].kind == "processed"
+    tensors = safetensors.numpy.load(files[0][0])
+    assert np.array_equal(tensors["pixel_values"], values.reshape(3, 2))
+    assert np.array_equal(tensors["image_grid_thw"], grid)
+
+
+def test_an_array_of_another_length_than_it_says_is_refused(arena: InputArena) -> None:
+    array = {"dtype": "F32", "shape": [2, 2], "data": base64_of(np.zeros(5, "<f4"))}
+    with pytest.raises(InvalidItem, match="must be 16 bytes"):
+        sources_of(arena, parse_items([{"processed": {"pixel_values": array}}], 1))
+
+
+def base64_of(values: npt.NDArray[Any]) -> str:
+    return base64.b64encode(values.tobytes()).decode()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.errors import InvalidItem, InvalidRequest, ItemRefused, RequestError
-from app.items import InlineItem, Item, LocalItem, RemoteItem, parse_items
+from app.items import CompositeItem, InlineItem, Item, LocalItem, NamedArray, RemoteItem, parse_items
 
 PNG = "data:image/png;base64,AAAA"
 
@@ -55,7 +55,7 @@ def test_long_base64_of_anything_that_begins_with_a_slash_is_not_a_path() -> Non
     "value",
     [
         {"url": PNG},
-        {"url": PNG, "detail": "high", "content_hash": "sha256:00"},
+        {"url": PNG, "type": "image", "content_hash": "sha256:00"},
         {"type": "image_url", "image_url": {"url": PNG}},
         {"type": "image_url", "image_url": PNG},
         [[{"image_url": {"url": PNG}}]],
@@ -63,6 +63,32 @@ def test_long_base64_of_anything_that_begins_with_a_slash_is_not_a_path() -> Non
 )
 def test_openai_and_sglang_objects_are_understood(value: Any) -> None:
     assert parse(value) == [InlineItem(PNG, 22, is_base64=True)]
+
+
+def test_what_stands_beside_a_url_is_an_option_of_the_item() -> None:
+    inline = InlineItem(PNG, 22, is_base64=True)
+    for value in (
+        {"url": PNG, "detail": "high", "max_pixels": 7, "content_hash": "sha256:00"},
+        {"type": "image_url", "max_pixels": 7, "image_url": {"url": PNG, "detail": "high"}},
+    ):
+        assert parse(value) == [CompositeItem("media", (inline,), {"max_pixels": 7, "detail": "high"})]
+
+
+def test_a_list_of_frames_is_one_item() -> None:
+    [found] = parse({"frames": [PNG, "http://h/2.png"], "fps": 4})
+    sources = (InlineItem(PNG, 22, is_base64=True), RemoteItem("http://h/2.png"))
+    assert found == CompositeItem("frames", sources, {"fps": 4})
+    assert parse([{"images": [PNG]}, PNG])[0] == CompositeItem("frames", sources[:1])
+
+
+def test_processed_items_are_a_file_or_arrays() -> None:
+    inline = InlineItem("AAAAAA==", 0, is_base64=True)
+    assert parse({"processed": "AAAAAA=="}) == [CompositeItem("processed", (inline,))]
+    array = {"dtype": "F32", "shape": [1, 1], "data": "AAAAAA=="}
+    [found] = parse({"processed": {"pixel_values": array}})
+    assert found == CompositeItem(
+        "processed", (), arrays=(NamedArray("pixel_values", "F32", (1, 1), inline),)
+    )
 
 
 def test_nested_lists_keep_their_order() -> None:
@@ -89,6 +115,14 @@ def test_nested_lists_keep_their_order() -> None:
         (["ftp://h/x"], ItemRefused, "scheme"),
         (["file://other/x"], ItemRefused, "host"),
         (["file:x"], InvalidItem, "absolute"),
+        ([{"frames": []}], InvalidRequest, r"mm_items\[0\]\.frames"),
+        ([{"frames": [PNG, 5]}], InvalidRequest, r"frames\[1\].*int"),
+        ([{"frames": [PNG] * 1025}], InvalidRequest, "1024"),
+        ([{"url": PNG, "note": "a" * 5000}], InvalidItem, "options"),
+        ([{"processed": {}}], InvalidRequest, "arrays"),
+        ([{"processed": {"a": {"dtype": "U8"}}}], InvalidItem, "processed.a"),
+        ([{"processed": {"a": {"dtype": "F32", "shape": [0], "data": "AAAA"}}}], InvalidItem, "processed.a"),
+        ([{"processed": {"a": {"dtype": "F32", "shape": [1], "data": "http://h"}}}], InvalidItem, "base64"),
     ],
 )
 def test_what_is_no_item_is_refused_by_name(value: Any, error: type[RequestError], named: str) -> None:
