@@ -31,7 +31,8 @@ Frames: TypeAlias = npt.NDArray[np.uint8]  # (frames, height, width, 3), C-conti
 
 _CHANNELS: Final = 3
 _LEVELS: Final = 256
-_HUGE_PAGE_BYTES: Final = 2 << 20
+# glibc keeps freed blocks below this for the next picture; larger ones come fresh from the kernel each time.
+_KEPT_BY_MALLOC_BYTES: Final = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +170,12 @@ def _bits(tensor: torch.Tensor) -> memoryview:
 
 
 def _uninitialised(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """(rows, width), in huge pages where it is large enough and the kernel grants them."""
+    """(rows, width); what comes fresh from the kernel, in huge pages where it grants them."""
     nbytes = rows * width * dtype.itemsize
-    if nbytes < _HUGE_PAGE_BYTES:
+    if nbytes < _KEPT_BY_MALLOC_BYTES:
         return torch.empty(rows, width, dtype=dtype)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them: slower and otherwise the same
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(
-        rows, width
-    )  # keeps the mapping for as long as it lives
+    values: torch.Tensor = torch.frombuffer(memory, dtype=dtype).view(rows, width)  # keeps the mapping alive
+    return values

@@ -212,6 +212,6 @@ def test_threads_that_share_a_processor_do_not_disturb_each_other(processor: Any
 
 def test_values_outlive_everything_they_were_made_of(tmp_path: Path) -> None:
     processor = loaded(tmp_path)
-    values, height, width = expected(processor, noise(900, 900))
-    row = HostPixels(processor, torch.float32).pixel_values(noise(900, 900)[None], height, width)[-1]
+    values, height, width = expected(processor, noise(1300, 1300))
+    row = HostPixels(processor, torch.float32).pixel_values(noise(1300, 1300)[None], height, width)[-1]
     assert torch.equal(row, values[-1])
