@@ -8,7 +8,7 @@ Called by `app.schema`; `app.ingest` turns the result into bytes.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
@@ -26,6 +26,7 @@ MAX_MEDIA_TYPE_CHARACTERS: Final = 512
 URL_KEYS: Final = ("url", "image_url", "video_url", "audio_url")
 LIST_KEYS: Final = ("frames", "images")
 PROCESSED_KEY: Final = "processed"
+VIDEO_SUFFIXES: Final = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi", ".ts", ".gif")
 # Beside a URL these are no options of a processor.
 NO_OPTIONS: Final = frozenset(("type", "content_hash", "uuid", "id"))
 MAX_OPTIONS_BYTES: Final = 4096
@@ -92,32 +93,64 @@ class CompositeItem:
 Item = Source | CompositeItem
 
 
-def parse_items(value: object, max_items: int, texts: Mapping[str, memoryview] = _NO_TEXTS) -> list[Item]:
+def parse_items(
+    value: object,
+    max_items: int,
+    texts: Mapping[str, memoryview] = _NO_TEXTS,
+    *,
+    lists_are_videos: bool = False,
+) -> list[Item]:
     """mm_items as decoded JSON -> items in order, nested lists flattened. Errors name the element.
 
-    texts: long strings by their placeholders, see `app.long_texts`.
+    texts: long strings by their placeholders, see `app.long_texts`. lists_are_videos: a list inside mm_items
+    is one video's frames, unless its first entry is plainly a video itself.
     """
-    found: list[Item] = []
-    _collect(value, "mm_items", 0, found, max_items, texts)
+    found = _Collector(max_items, texts, lists_are_videos).collect(value)
     if not found:
         raise InvalidRequest("mm_items is empty")
     return found
 
 
-def _collect(
-    value: object, name: str, depth: int, found: list[Item], max_items: int, texts: Mapping[str, memoryview]
-) -> None:
-    if isinstance(value, list):
+class _Collector:
+    """Walks through the nested lists of one request."""
+
+    def __init__(self, max_items: int, texts: Mapping[str, memoryview], lists_are_videos: bool) -> None:
+        self._max_items = max_items
+        self._texts = texts
+        self._lists_are_videos = lists_are_videos
+        self._found: list[Item] = []
+
+    def collect(self, value: object) -> list[Item]:
+        """All items in order."""
+        self._collect(value, "mm_items", 0)
+        return self._found
+
+    def _collect(self, value: object, name: str, depth: int) -> None:
+        if not isinstance(value, list):
+            self._add(name, lambda parser: parser.item(value))
+            return
         if depth == MAX_NESTING:
             raise InvalidRequest(f"{name} is nested more than {MAX_NESTING} lists deep")
         if not value:
             raise InvalidRequest(f"{name} is empty")
+        if self._lists_are_videos and depth > 0 and self._are_frames(value):
+            self._add(name, lambda parser: parser.frames(value))
+            return
         for index, element in enumerate(value):
-            _collect(element, f"{name}[{index}]", depth + 1, found, max_items, texts)
-        return
-    if len(found) == max_items:
-        raise InvalidRequest(f"mm_items has more than {max_items} items")
-    found.append(_ItemParser(name, len(found), texts).item(value))
+            self._collect(element, f"{name}[{index}]", depth + 1)
+
+    def _add(self, name: str, parse: Callable[["_ItemParser"], Item]) -> None:
+        if len(self._found) == self._max_items:
+            raise InvalidRequest(f"mm_items has more than {self._max_items} items")
+        self._found.append(parse(_ItemParser(name, len(self._found), self._texts)))
+
+    def _are_frames(self, elements: list[object]) -> bool:
+        first = elements[0]
+        if not isinstance(first, str):
+            return False
+        long_text = self._texts.get(first)
+        head = first if long_text is None else str(long_text[:MAX_MEDIA_TYPE_CHARACTERS], "ascii")
+        return not head.lower().startswith("data:video/") and not head.lower().endswith(VIDEO_SUFFIXES)
 
 
 class _ItemParser:
@@ -142,6 +175,10 @@ class _ItemParser:
         source = self._source(text, self._name)
         checked = self._options(options)
         return CompositeItem("media", (source,), checked) if checked else source
+
+    def frames(self, value: list[object]) -> Item:
+        """A bare list of a video's frames."""
+        return CompositeItem("frames", self._sources(value, self._name))
 
     def _url_of(self, value: dict[str, object], name: str) -> tuple[str, dict[str, object]]:
         """The URL of an object, however deep it says it, and what is said beside it."""

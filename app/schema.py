@@ -52,7 +52,7 @@ def parse_encode(body: SplitBody, max_items: int) -> EncodeRequest:
     check_req_id(fields.req_id)
     num_parts, part_idx = _parts(fields)
     modality = _modality(fields)
-    items = parse_items(fields.mm_items, max_items, body.texts)
+    items = parse_items(fields.mm_items, max_items, body.texts, lists_are_videos=modality == "video")
     if fields.hashes is not None and len(fields.hashes) != len(items):
         raise InvalidRequest(f"hashes has {len(fields.hashes)} entries for {len(items)} items in mm_items")
     return EncodeRequest(

@@ -81,6 +81,18 @@ def test_a_list_of_frames_is_one_item() -> None:
     assert parse([{"images": [PNG]}, PNG])[0] == CompositeItem("frames", sources[:1])
 
 
+def test_a_list_in_a_request_for_videos_is_one_videos_frames() -> None:
+    pictures, clips = [PNG, "http://h/2.png"], ["http://h/a.mp4", "http://h/b.mp4"]
+    found = parse_items([pictures, "http://h/c.mp4", clips], 16, lists_are_videos=True)
+    assert found == [
+        CompositeItem("frames", (InlineItem(PNG, 22, is_base64=True), RemoteItem("http://h/2.png"))),
+        RemoteItem("http://h/c.mp4"),
+        RemoteItem("http://h/a.mp4"),
+        RemoteItem("http://h/b.mp4"),
+    ]
+    assert len(parse_items(pictures, 16, lists_are_videos=True)) == 2
+
+
 def test_processed_items_are_a_file_or_arrays() -> None:
     inline = InlineItem("AAAAAA==", 0, is_base64=True)
     assert parse({"processed": "AAAAAA=="}) == [CompositeItem("processed", (inline,))]
