@@ -59,9 +59,21 @@ def meet(config: WorkerConfig) -> None:
 def share_weights(model: nn.Module, device: torch.device) -> None:
     """Keep only this rank's share of the weights, on `device`, where all of them are. The ranks have met.
 
-    ConfigurationError if the attention heads cannot be split evenly.
+    ConfigurationError as for sharing_plan.
     """
     world_size = distributed.get_world_size()
+    plan = sharing_plan(model, world_size)
+    mesh = DeviceMesh(device.type, list(range(world_size)))
+    # None: every rank has read the checkpoint itself, so nothing needs to be sent.
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+    logger.info("%d layers are shared by %d ranks", len(plan), world_size)
+
+
+def sharing_plan(model: nn.Module, world_size: int) -> dict[str, ParallelStyle]:
+    """How each layer is split, by its name. The model's attention is ready for the split afterwards.
+
+    ConfigurationError if the attention heads cannot be split evenly, or if there is nothing to share.
+    """
     plan: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
@@ -74,10 +86,7 @@ def share_weights(model: nn.Module, device: torch.device) -> None:
                 plan[f"{prefix}{last}"] = RowwiseParallel()
     if not plan:
         raise ConfigurationError("nothing of this tower can be shared: --tp-mode data works with any")
-    mesh = DeviceMesh(device.type, list(range(world_size)))
-    # None: every rank has read the checkpoint itself, so nothing needs to be sent.
-    parallelize_module(model, mesh, plan, src_data_rank=None)
-    logger.info("%d layers are shared by %d ranks", len(plan), world_size)
+    return plan
 
 
 def _is_linear(module: nn.Module, *names: str) -> bool:

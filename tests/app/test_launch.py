@@ -41,3 +41,19 @@ def test_each_place_has_its_device(tmp_path: Path, device: str, expected: str) -
         regions = launcher.create_regions(place=3, epoch=1)
         assert launcher.worker_config(regions).device == expected
         regions.close()
+
+
+def test_every_rank_of_every_place_has_its_device_and_rank_0_alone_the_link(tmp_path: Path) -> None:
+    config = serve_config(tmp_path, device="cuda", base_gpu_id=1, tp_size=2, tp_mode="data")
+    with Path("/dev/null").open() as nothing:
+        launcher = Launcher(config, BOOT_ID, Backing.MEMFD, nothing.fileno())
+        regions = launcher.create_regions(place=3, epoch=1)
+        first, second = (launcher.worker_config(regions, rank) for rank in range(2))
+        assert (first.device, second.device) == ("cuda:7", "cuda:8")
+        assert (first.link_fd, second.link_fd) == (regions.link.fd, -1)
+        assert regions.group is not None
+        for rank, told in enumerate((first, second)):
+            assert (told.rank, told.world_size, told.tp_mode) == (rank, 2, "data")
+            assert (told.group_fd, told.store_fd) == (regions.group.fd, regions.store_fd)
+            assert told.segment_fd == regions.segment.fd
+        regions.close()
