@@ -27,6 +27,18 @@ RECIPES: Final = {
     "qwen2_audio": f"{_HERE}.speech:qwen2_audio",
     "qwen3_asr": f"{_HERE}.speech:qwen3_asr",
     "glmasr": f"{_HERE}.speech:glmasr",
+    "llava": f"{_HERE}.tiles:llava",
+    "llava_next": f"{_HERE}.tiles:llava_next",
+    "llava_onevision": f"{_HERE}.tiles:llava_onevision",
+    "gemma3": f"{_HERE}.tiles:gemma3",
+    "internvl": f"{_HERE}.tiles:internvl",
+    "mistral3": f"{_HERE}.grids:mistral3",
+    "pixtral": f"{_HERE}.grids:pixtral",
+    "glm4v": f"{_HERE}.grids:glm4v",
+    "glm4v_moe": f"{_HERE}.grids:glm4v_moe",
+    "glm46v": f"{_HERE}.grids:glm46v",
+    "glm_ocr": f"{_HERE}.grids:glm_ocr",
+    "kimi_k25": f"{_HERE}.grids:kimi_k25",
 }
 
 

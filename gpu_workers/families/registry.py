@@ -31,6 +31,17 @@ _LOADERS: Final = {
     "qwen3_omni_moe": "gpu_workers.families.qwen_omni:load",
     "qwen3_asr": "gpu_workers.families.speech:load",
     "glmasr": "gpu_workers.families.speech:load",
+    "gemma3": "gpu_workers.families.plain:load",
+    "llava": "gpu_workers.families.plain:load",
+    "llava_next": "gpu_workers.families.plain:load",
+    "llava_onevision": "gpu_workers.families.plain:load",
+    "mistral3": "gpu_workers.families.plain:load",
+    "internvl": "gpu_workers.families.plain:load",
+    "glm4v": "gpu_workers.families.plain:load",
+    "glm4v_moe": "gpu_workers.families.plain:load",
+    "glm46v": "gpu_workers.families.plain:load",
+    "glm_ocr": "gpu_workers.families.plain:load",
+    "kimi_k25": "gpu_workers.families.plain:load",
 }
 
 

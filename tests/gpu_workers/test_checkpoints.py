@@ -44,7 +44,8 @@ def test_making_a_checkpoint_leaves_the_callers_generator_alone(tmp_path: Path) 
 def test_a_tiny_checkpoint_is_whole(tiny_checkpoints: TinyCheckpoints, family: str) -> None:
     directory = tiny_checkpoints[family]
     config = json.loads((directory / "config.json").read_text())
-    assert (config["model_type"], config["encoderd_seed"]) == (family, 11)
+    model_type = "llava" if family == "pixtral" else family  # LLaVA's class with another tower
+    assert (config["model_type"], config["encoderd_seed"]) == (model_type, 11)
     assert transformers.AutoProcessor.from_pretrained(directory).tokenizer is not None
     assert sum(path.stat().st_size for path in directory.iterdir()) < 2_000_000
 
