@@ -19,7 +19,7 @@ from app.logs import RequestNote
 from app.long_texts import split_body
 from app.schema import AnswerItem, AnswerTimings, EncodeAnswer, EncodeRequest, parse_encode, req_id_of
 from app.services import Services
-from shm.messages import ItemRows
+from shm.messages import ItemAux, ItemRows
 
 TIMEOUT_HEADER: Final = "x-request-timeout-ms"
 Value = TypeVar("Value")
@@ -129,7 +129,8 @@ def _answer(wanted: EncodeRequest, encoded: Encoded, started_ns: int, handed_ove
 
 
 def _answer_item(item: ItemRows) -> AnswerItem:
-    return AnswerItem(item.row_start, item.row_count, item.grids, item.width, item.height, item.aux)
+    aux = item.aux if item.aux != ItemAux() else None
+    return AnswerItem(item.row_start, item.row_count, item.grids, item.width, item.height, aux)
 
 
 def _of_all(values: list[Value | None]) -> list[Value] | None:

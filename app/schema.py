@@ -144,7 +144,7 @@ class AnswerItem(Struct, frozen=True, omit_defaults=True):
     grid_thw: list[list[int]]
     width: int
     height: int
-    aux: ItemAux = ItemAux()
+    aux: ItemAux | None = None
 
 
 class AnswerTimings(Struct, frozen=True):
