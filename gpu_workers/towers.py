@@ -16,10 +16,11 @@ from gpu_workers.errors import ConfigurationError
 from shm.layout import Dtype
 
 _LANGUAGE_MODULES: Final = frozenset(
-    ("language_model", "lm_head", "talker", "code2wav", "token2wav", "code_predictor")
+    ("language_model", "text_model", "lm_head", "talker", "code2wav", "token2wav", "code_predictor")
 )
 _CONTAINERS: Final = ("model", "thinker")  # modules that hold towers beside a language model
-_TOWERS: Final = ("visual", "vision_tower", "audio_tower")  # a "model" without any is a language model
+# A "model" without any of these is a language model.
+_TOWERS: Final = ("visual", "vision_tower", "vision_model", "audio_tower")
 
 _TORCH_DTYPES: Final = {
     Dtype.FLOAT32: torch.float32,

@@ -59,7 +59,7 @@ class PictureSource:
         nothing = torch.empty((3, size.height, size.width), dtype=torch.uint8, device="meta")
         try:
             return self._run(nothing, wanted)
-        except (ValueError, ZeroDivisionError, RuntimeError):
+        except (ValueError, TypeError, ZeroDivisionError, RuntimeError):
             raise ItemError(ErrorCode.UNSUPPORTED_FORMAT) from None
 
     def _run(self, picture: torch.Tensor, wanted: VisionOptions) -> dict[str, Any]:
@@ -87,20 +87,16 @@ class PlainPictures:
         """A gray square."""
         return picture_sample()
 
-    def inspect(self, item: MediaItem) -> ItemPlan:
+    def inspect(self, item: MediaItem) -> ItemPlan | None:
+        """From the headers."""
+        return self.measure(item)
+
+    def measure(self, item: MediaItem) -> ItemPlan:
         """From the headers."""
         refuse_processed(item)
         wanted = item_options(item.options)
         sizes = [self._source.size(file) for file in item.files]
-        measured = [self._measured(size, wanted) for size in sizes]
-        grids = [grid for one in measured for grid in one.grids]
-        return ItemPlan(
-            sum(one.rows for one in measured), grids, sizes[0].width, sizes[0].height, patch_count(grids)
-        )
-
-    def measure(self, item: MediaItem) -> ItemPlan:
-        """Never needed: headers tell."""
-        return self.inspect(item)
+        return plan_of([self._measured(size, wanted) for size in sizes], sizes[0])
 
     def preprocess(self, item: MediaItem, plan: ItemPlan) -> Prepared:
         """What the method takes, as the processor gives it."""
@@ -116,6 +112,13 @@ class PlainPictures:
 
     def _measure_size(self, size: ImageSize, wanted: VisionOptions) -> Measured:
         return self._rule(self._method.arguments(self._source.dry_run(size, wanted)))
+
+
+def plan_of(pictures: list[Measured], first: ImageSize) -> ItemPlan:
+    """Of an item of these pictures, the first of this size."""
+    grids = [grid for one in pictures for grid in one.grids]
+    rows = sum(one.rows for one in pictures)
+    return ItemPlan(rows, grids, first.width, first.height, patch_count(grids))
 
 
 def picture_sample() -> MediaItem:

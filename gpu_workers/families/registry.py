@@ -5,6 +5,7 @@ Nothing of a family is imported before it is chosen, so the stub tower starts wi
 
 import json
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -43,6 +44,10 @@ _LOADERS: Final = {
     "glm_ocr": "gpu_workers.families.plain:load",
     "kimi_k25": "gpu_workers.families.plain:load",
 }
+# Of any other model_type: whatever transformers itself can do with it.
+_ANY_OTHER: Final = "gpu_workers.families.anything:load"
+# Packages may bring families, and replace ours: a model_type = "module:function" of this group.
+_ENTRY_POINTS: Final = "encoderd.families"
 
 
 class Loaded(NamedTuple):
@@ -75,10 +80,10 @@ def load_on(config: WorkerConfig, device: "torch.device") -> Family:
 
 def _loader_of(checkpoint: str) -> tuple[str, str]:
     model_type = read_model_type(checkpoint)
-    if model_type not in _LOADERS:
-        known = ", ".join(_LOADERS)
-        raise ConfigurationError(f"model_type {model_type!r} is not supported, known: {known}")
-    return model_type, _LOADERS[model_type]
+    installed = entry_points(group=_ENTRY_POINTS, name=model_type)
+    if installed:
+        return model_type, next(iter(installed)).value
+    return model_type, _LOADERS.get(model_type, _ANY_OTHER)
 
 
 def read_model_type(checkpoint: str) -> str:
