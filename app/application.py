@@ -14,14 +14,14 @@ from starlette.responses import Response
 from app.edge import Edge
 from app.errors import EncodeFault, RequestError
 from app.problem import error_for_status, problem_response
-from app.routes import encode, health, release
+from app.routes import encode, health, load, release
 from app.services import Services
 
 
 def create_application(services: Services) -> Edge:
     """The application for one daemon."""
     router = Starlette(
-        routes=[*encode.ROUTES, *release.ROUTES, *health.ROUTES],
+        routes=[*encode.ROUTES, *release.ROUTES, *health.ROUTES, *load.ROUTES],
         exception_handlers={
             RequestError: _request_error,
             HTTPException: _router_error,

@@ -62,6 +62,18 @@ class EngineStatistics:
     restarts: int
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What one living worker has to do, in tickets and rows, and what its segment has left."""
+
+    index: int
+    state: str
+    slow: bool
+    requests: int
+    outstanding_cost: int
+    segment_free_bytes: int
+
+
 class Engine:
     """`async with Engine(config) as engine`: returns without waiting for any worker to be READY.
 
@@ -183,6 +195,25 @@ class Engine:
     def workers(self) -> list[WorkerStatus]:
         """Every worker place, in order."""
         return self._supervisor.statuses()
+
+    def loads(self) -> list[WorkerLoad]:
+        """Every living worker, in order of place."""
+        return [
+            WorkerLoad(
+                worker.place,
+                str(worker.condition),
+                worker.is_slow,
+                len(worker.attempts),
+                worker.outstanding_cost,
+                worker.segment.free_bytes,
+            )
+            for worker in self._supervisor.workers()
+        ]
+
+    @property
+    def queue_depth(self) -> int:
+        """Encodes that no worker has yet."""
+        return self._dispatch.statistics().waiting
 
     def segments(self) -> list[Segment]:
         """Every segment that exists."""

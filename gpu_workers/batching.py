@@ -7,7 +7,7 @@ behind it, and is first itself once those before it are gone. An item larger tha
 Where a reader waits for the first rows of a job, its items do not all go together: one goes first, then one,
 two, four ..., so many as went before. The first rows are there after one item's time, and a job of n items
 takes 1 + log2(n) forwards in place of one. What its share leaves free in a batch is for the items of others,
-so throughput falls only while such a job is alone; jobs whose readers wait for READY have no share to keep to.
+so throughput falls only while such a job is alone. Jobs whose readers wait for READY keep to no share.
 """
 
 from collections import Counter

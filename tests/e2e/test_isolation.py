@@ -1,0 +1,63 @@
+"""One bad item among 31 good ones that come at the same time: the others do not notice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shm.client import Session
+from tests.e2e.daemon import Daemon
+from tests.e2e.load import Judge, Load
+from tests.e2e.pictures import picture_bytes
+from tests.e2e.stub_items import stub_item
+
+CONCURRENCY = 32
+
+
+@pytest.mark.parametrize(
+    ("bad", "statuses"),
+    [
+        (b"stub rows=none", (422,)),
+        (stub_item(fault="error-in-decode"), (422, 500)),
+        (stub_item(fault="error-in-forward"), (500,)),
+    ],
+    ids=["bad header", "fails in decode", "fails in forward"],
+)
+def test_one_bad_item_among_thirty_one_good_ones_fails_alone(
+    stub: Daemon, stub_session: Session, bad: bytes, statuses: tuple[int, ...]
+) -> None:
+    dispatched_before = stub.http.server_info()["engine"]["dispatch"]["dispatched"]
+    judge = Judge(stub_session)
+    with Load(stub.http, CONCURRENCY) as load:
+        for number in range(CONCURRENCY):
+            load.post(bad if number == CONCURRENCY // 2 else stub_item(forward_ms=5))
+        for outcome in load.rest():
+            assert judge.judge(outcome, *statuses) == (outcome.items[0] != bad)
+    assert judge.right == CONCURRENCY - 1
+    assert stub.http.server_info()["engine"]["dispatch"]["dispatched"] == dispatched_before + CONCURRENCY
+
+
+def test_one_broken_picture_among_thirty_one_good_ones_fails_alone(
+    qwen: Daemon, qwen_session: Session
+) -> None:
+    good = picture_bytes(56, 56, 1)
+    broken = picture_bytes(56, 56, 2)[:-200]
+    dispatched_before = qwen.http.server_info()["engine"]["dispatch"]["dispatched"]
+    with qwen_session.attach(qwen.http.encode(good).handle) as view:
+        alone = view.numpy().copy()
+    right = refused = 0
+    with Load(qwen.http, CONCURRENCY) as load:
+        for number in range(CONCURRENCY):
+            load.post(broken if number == CONCURRENCY // 2 else good)
+        for outcome in load.rest():
+            assert outcome.answer is not None
+            if outcome.items[0] == broken:
+                outcome.answer.check_problem(422)
+                refused += 1
+                continue
+            with qwen_session.attach(outcome.answer.handle) as view:
+                assert np.allclose(view.numpy(), alone, atol=1e-5)
+                right += 1
+    assert (right, refused) == (CONCURRENCY - 1, 1)
+    after = qwen.http.server_info()["engine"]["dispatch"]["dispatched"]
+    assert after == dispatched_before + 1 + CONCURRENCY
