@@ -71,9 +71,12 @@ class Outcome:
 class Harness:
     """One worker launch. Enter it to start the process and wait until it is READY or has ended."""
 
-    def __init__(self, segment_bytes: int = 8 << 20, **config_changes: Any) -> None:
+    def __init__(
+        self, segment_bytes: int = 8 << 20, arena_bytes: int = 8 << 20, **config_changes: Any
+    ) -> None:
         self._changes = config_changes
         self._segment_bytes = segment_bytes
+        self._arena_bytes = arena_bytes
         self._undo = ExitStack()
         self._next_ticket = 1
         self._blocks: list[InputBlock] = []
@@ -85,7 +88,9 @@ class Harness:
         boot_id = os.urandom(16)
         epoch = self._changes.get("epoch", 1)
         link = self._undo.enter_context(create_link(SLOT_COUNT, boot_id, 3, epoch, Backing.MEMFD))
-        arena = self._undo.enter_context(create_arena(8 << 20, boot_id=boot_id, backing=Backing.MEMFD))
+        arena = self._undo.enter_context(
+            create_arena(self._arena_bytes, boot_id=boot_id, backing=Backing.MEMFD)
+        )
         segment = self._undo.enter_context(
             create_segment(self._segment_bytes, boot_id=boot_id, place=3, epoch=epoch, backing=Backing.MEMFD)
         )

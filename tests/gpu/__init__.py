@@ -1,0 +1,1 @@
+"""What only a machine with a CUDA device can show. run.sh runs it all."""
