@@ -7,6 +7,7 @@ the way up, in every outcome: answer, error, deadline, a client that went away, 
 import time
 from typing import Final, TypeVar
 
+from msgspec import UNSET
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
@@ -19,7 +20,7 @@ from app.logs import RequestNote
 from app.long_texts import split_body
 from app.schema import AnswerItem, AnswerTimings, EncodeAnswer, EncodeRequest, parse_encode, req_id_of
 from app.services import Services
-from shm.messages import ItemAux, ItemRows
+from shm.messages import Handle, ItemAux, ItemRows
 
 TIMEOUT_HEADER: Final = "x-request-timeout-ms"
 Value = TypeVar("Value")
@@ -53,7 +54,8 @@ async def encode(services: Services, request: Request, note: RequestNote) -> Enc
             )
             handed_over_ns = time.monotonic_ns()
             encoded = await services.engine.encode(job)
-    answer = _answer(wanted, encoded, note.started_ns, handed_over_ns)
+    handles = services.engine.handles(encoded.handle, wanted.receive_count)
+    answer = _answer(wanted, encoded, handles, note.started_ns, handed_over_ns)
     note.fields |= {"rows": answer.rows, "worker": encoded.worker, "queue_ms": answer.timings.queue}
     return answer
 
@@ -97,7 +99,9 @@ def timeout_ns(headers: Headers, config: ServeConfig) -> int:
     return min(int(text), limit_ms) * 1_000_000
 
 
-def _answer(wanted: EncodeRequest, encoded: Encoded, started_ns: int, handed_over_ns: int) -> EncodeAnswer:
+def _answer(
+    wanted: EncodeRequest, encoded: Encoded, handles: list[Handle], started_ns: int, handed_over_ns: int
+) -> EncodeAnswer:
     times = encoded.timings
     return EncodeAnswer(
         req_id=wanted.req_id,
@@ -122,6 +126,7 @@ def _answer(wanted: EncodeRequest, encoded: Encoded, started_ns: int, handed_ove
         ),
         state=encoded.state,
         handle=encoded.handle,
+        handles=handles if len(handles) > 1 else UNSET,
         video_timestamps=_of_all([item.aux.video_timestamps for item in encoded.metadata.items]),
         second_per_grid_ts=_of_all([item.aux.second_per_grid_ts for item in encoded.metadata.items]),
         audio_feature_lens_raw=_of_all([item.aux.audio_feature_length for item in encoded.metadata.items]),

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
 
+import msgspec
+
 from app.admission import Admission
 from app.attach_socket import listening_attach_socket
 from app.completions import Completions, CompletionStatistics, HandleOrigin
@@ -41,6 +43,7 @@ from app.supervisor import Supervisor
 from app.worker import Worker
 from shm.arena import InputArena, create_arena
 from shm.errors import RegionUnavailable
+from shm.messages import Handle
 from shm.pages import PageStatistics
 from shm.region import Backing, Region, choose_backing, reopen_read_only
 
@@ -177,6 +180,12 @@ class Engine:
                 f"modality {modality} is not served by this checkpoint, which has: "
                 f"{', '.join(self._supervisor.modalities())}"
             )
+
+    def handles(self, handle: Handle, count: int) -> list[Handle]:
+        """count handles to the block of one that was just given out, which is the first; each has a lease of
+        its own."""
+        nonces = [handle.nonce, *(self._leases.grant_beside(handle.nonce) for _ in range(count - 1))]
+        return [msgspec.structs.replace(handle, nonce=nonce) for nonce in nonces]
 
     def release(self, nonce: str) -> bool:
         """End the lease of a handle, whoever holds it. False if there is none."""

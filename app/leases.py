@@ -88,6 +88,13 @@ class Leases:
             self._start_clock(lease)
         return nonce
 
+    def grant_beside(self, nonce: str) -> str:
+        """One more lease on the block of a living lease; returns its nonce. StaleHandle if there is none."""
+        lease = self._by_key.get(_key(nonce))
+        if lease is None:
+            raise StaleHandle("no such lease")
+        return self.grant(lease.block)
+
     def attach(self, holder: Holder, request: Attach) -> Lease:
         """Move a handle's lease to a session. StaleHandle if there is no such lease to move,
         LeaseRefused if the session holds its cap."""

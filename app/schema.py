@@ -16,6 +16,7 @@ from app.long_texts import SplitBody
 from shm.messages import Handle, ItemAux
 
 MAX_REQ_ID_CHARACTERS: Final = 512
+MAX_RECEIVERS: Final = 64
 MODALITIES: Final = ("image", "video", "audio")
 Body = TypeVar("Body", bound=Struct)
 _CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -29,6 +30,7 @@ class _EncodeBody(Struct):
     part_idx: int | UnsetType = UNSET
     hashes: list[str] | None = None
     wait: Literal["ready", "shape"] = "ready"
+    receive_count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class EncodeRequest:
     num_parts: int
     part_idx: int
     wait: Literal["ready", "shape"]
+    receive_count: int
 
 
 def parse_encode(body: SplitBody, max_items: int) -> EncodeRequest:
@@ -52,6 +55,8 @@ def parse_encode(body: SplitBody, max_items: int) -> EncodeRequest:
     check_req_id(fields.req_id)
     num_parts, part_idx = _parts(fields)
     modality = _modality(fields)
+    if not 1 <= fields.receive_count <= MAX_RECEIVERS:
+        raise InvalidRequest(f"receive_count must be from 1 to {MAX_RECEIVERS}, is {fields.receive_count}")
     items = parse_items(fields.mm_items, max_items, body.texts, lists_are_videos=modality == "video")
     if fields.hashes is not None and len(fields.hashes) != len(items):
         raise InvalidRequest(f"hashes has {len(fields.hashes)} entries for {len(items)} items in mm_items")
@@ -62,6 +67,7 @@ def parse_encode(body: SplitBody, max_items: int) -> EncodeRequest:
         num_parts,
         part_idx,
         fields.wait,
+        fields.receive_count,
     )
 
 
@@ -179,6 +185,7 @@ class EncodeAnswer(Struct, frozen=True, omit_defaults=True):
     timings: AnswerTimings
     state: Literal["ready", "shape"]
     handle: Handle
+    handles: list[Handle] | UnsetType = UNSET
     video_timestamps: list[list[float]] | None = None
     second_per_grid_ts: list[float] | None = None
     audio_feature_lens_raw: list[int] | None = None

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
+from shm.client import connect
+from shm.messages import Handle
 from tests.e2e.client import data_url, until
 from tests.e2e.daemon import Daemon
+from tests.e2e.stub_items import check_rows
 
 
 def test_the_answer_has_every_field(stub_daemon: Daemon) -> None:
@@ -100,3 +104,24 @@ def test_the_log_line_tells_sizes_and_never_media(stub_daemon: Daemon) -> None:
     ]
     assert (line["status"], line["req_id"], line["items"], line["rows"]) == (200, "logged", 1, 1)
     assert data_url(item)[-20:] not in stub_daemon.log()
+
+
+def test_each_of_several_receivers_has_a_handle_of_its_own(stub_daemon: Daemon) -> None:
+    item = b"stub rows=3"
+    answer = stub_daemon.http.encode(item, receive_count=3)
+    handles = msgspec.convert(answer.json["handles"], list[Handle])
+    assert handles[0] == answer.handle
+    assert len({handle.nonce for handle in handles}) == 3
+    assert len({(handle.block, handle.generation) for handle in handles}) == 1
+    with connect(stub_daemon.attach_socket) as session:
+        for handle in handles:
+            check_rows(session, handle, item)
+    for handle in handles:
+        until(lambda lost=handle: stub_daemon.http.release(lost).status == 404, "every lease ended")
+    assert "handles" not in stub_daemon.http.encode(item).json
+
+
+@pytest.mark.parametrize("receivers", [0, 65])
+def test_a_number_of_receivers_out_of_range_is_400(stub_daemon: Daemon, receivers: int) -> None:
+    problem = stub_daemon.http.encode(b"stub", receive_count=receivers).check_problem(400)
+    assert "receive_count" in problem["message"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import struct
 from collections.abc import Callable
 
 import pytest
 
-from shm.client import Session
+from shm.client import Session, connect
 from shm.layout import BlockState
 from tests.e2e.client import data_url, until
 from tests.e2e.daemon import Daemon
@@ -17,9 +18,9 @@ from tests.e2e.raw_session import wait_all_free
 from tests.e2e.stub_items import check_rows, stub_item
 
 
-def request_bytes(item: bytes, extra: str = "") -> bytes:
+def request_bytes(item: bytes, extra: str = "", req_id: str = "gone") -> bytes:
     """POST /encode as it goes over the wire."""
-    body = json.dumps({"req_id": "gone", "mm_items": [data_url(item)], "modality": "image"}).encode()
+    body = json.dumps({"req_id": req_id, "mm_items": [data_url(item)], "modality": "image"}).encode()
     head = f"POST /encode HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{extra}"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
@@ -132,3 +133,74 @@ def test_a_block_of_a_vanished_client_is_not_ready_for_anyone(stub: Daemon) -> N
     with RawSession(stub.attach_socket) as eyes:
         for segment in eyes.segments:
             assert set(segment.states()) == {BlockState.FREE}
+
+
+def test_hundreds_that_vanish_before_their_forward_cost_none(hasty_stub: Daemon) -> None:
+    stub = hasty_stub
+    stub.wait_all_ready()
+    completions_before = stub.http.server_info()["engine"]["completions"]
+    blockers = []
+    for number in range(2):  # one for each worker
+        connection = stub.tcp.raw_socket()
+        connection.sendall(request_bytes(stub_item(forward_ms=1500), req_id=f"blocker-{number}"))
+        blockers.append(connection)
+    until(lambda: stub.http.in_flight() == 2, "both workers busy")
+    until(lambda: completions(stub, "shapes") == completions_before["shapes"] + 2, "both in their forward")
+    generator = random.Random(0)
+    clients = []
+    for number in range(200):
+        connection = stub.tcp.raw_socket()
+        connection.sendall(request_bytes(stub_item(), req_id=f"gone-{number}"))
+        clients.append(connection)
+    until(lambda: stub.http.in_flight() > 2, "some at the workers")
+    for connection in generator.sample(clients, len(clients)):
+        generator.choice((close, reset))(connection)
+    until(lambda: stub.http.in_flight() <= 2, "all dropped")
+    for connection in blockers:
+        assert connection.recv(64).startswith(b"HTTP/1.1 200")
+        connection.close()
+    assert completions(stub, "ready") == completions_before["ready"] + 2
+    everything_is_back(stub)
+
+
+def test_hundreds_that_vanish_at_random_moments_leave_nothing(hasty_stub: Daemon) -> None:
+    stub = hasty_stub
+    stub.wait_all_ready()
+    generator = random.Random(1)
+    staying: list[socket.socket] = []
+    for number in range(300):
+        message = request_bytes(
+            stub_item(rows=20, forward_ms=generator.randrange(3)), req_id=f"some-{number}"
+        )
+        connection = stub.tcp.raw_socket()
+        connection.sendall(message[: generator.choice((len(message), generator.randrange(len(message))))])
+        staying.append(connection)
+        if len(staying) > generator.randrange(40):
+            leaving = staying.pop(generator.randrange(len(staying)))
+            generator.choice((close, reset))(leaving)
+    for connection in staying:
+        reset(connection)
+    everything_is_back(stub)
+
+
+def completions(stub: Daemon, kind: str) -> int:
+    """How many records of this kind the workers have published."""
+    count: int = stub.http.server_info()["engine"]["completions"][kind]
+    return count
+
+
+def held_permits(stub: Daemon) -> tuple[int, int]:
+    """Permits that are out, and the bytes of media that they stand for; both of the same moment."""
+    admission = stub.http.server_info()["admission"]
+    return admission["in_flight"], admission["queued_bytes"]
+
+
+def everything_is_back(stub: Daemon) -> None:
+    """No permit, no page of the arena and no block is held; and it still encodes."""
+    until(lambda: stub.http.in_flight() == 0, "no request in flight")
+    until(lambda: held_permits(stub) == (0, 0), "every permit and its bytes back")
+    until(lambda: stub.http.arena_is_free(), "the arena free")
+    wait_all_free(stub.attach_socket)
+    item = stub_item()
+    with connect(stub.attach_socket) as session:
+        check_rows(session, stub.http.encode(item).handle, item)
