@@ -27,7 +27,7 @@ MEASURE = """
 import resource, sys
 import torch
 from gpu_workers.families import qwen_vl
-from gpu_workers.worker import _warm_up
+from gpu_workers.loading import _warm_up
 from tests.gpu_workers.harness import worker_config
 
 family = qwen_vl.load(worker_config(checkpoint=sys.argv[1], tower="auto"), torch.device("cpu"), "qwen2_5_vl")
