@@ -8,7 +8,9 @@ rank's by some units in the last place of the tower's type for each block.
 
 import logging
 import os
+from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -64,8 +66,11 @@ def share_weights(model: nn.Module, device: torch.device) -> None:
     world_size = distributed.get_world_size()
     plan = sharing_plan(model, world_size)
     mesh = DeviceMesh(device.type, list(range(world_size)))
+    biases = _take_biases(model, plan)
     # None: every rank has read the checkpoint itself, so nothing needs to be sent.
     parallelize_module(model, mesh, plan, src_data_rank=None)
+    for layer, bias in biases:
+        layer.register_forward_hook(partial(_add_bias, bias))
     logger.info("%d layers are shared by %d ranks", len(plan), world_size)
 
 
@@ -87,6 +92,23 @@ def sharing_plan(model: nn.Module, world_size: int) -> dict[str, ParallelStyle]:
     if not plan:
         raise ConfigurationError("nothing of this tower can be shared: --tp-mode data works with any")
     return plan
+
+
+def _take_biases(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> list[tuple[nn.Module, torch.Tensor]]:
+    """The biases of layers that are split by rows: they are added once, to the sum over the ranks.
+
+    With a bias in the layer DTensor (torch 2.14) moves whole operands between ranks instead of summing once.
+    """
+    layers = [model.get_submodule(name) for name, style in plan.items() if isinstance(style, RowwiseParallel)]
+    taken = [(layer, layer.bias.data) for layer in layers if layer.bias is not None]
+    for layer, _ in taken:
+        layer.bias = None
+    return taken
+
+
+def _add_bias(bias: torch.Tensor, layer: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """A forward hook."""
+    return output + bias
 
 
 def _is_linear(module: nn.Module, *names: str) -> bool:
