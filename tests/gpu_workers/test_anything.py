@@ -11,9 +11,13 @@ import transformers
 
 from gpu_workers.checkpoints.recipe import byte_tokenizer
 from gpu_workers.errors import ConfigurationError
-from gpu_workers.families.base import Family
+from gpu_workers.families import anything
+from gpu_workers.families.base import Family, MediaItem
 from gpu_workers.families.stub import StubFamily
+from tests.gpu_workers.conftest import TinyCheckpoints
+from tests.gpu_workers.harness import worker_config
 from tests.gpu_workers.reference import encode, load_family, picture, picture_item, plan_of, png, several
+from tests.gpu_workers.video_files import encode as video_file
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 
@@ -171,3 +175,17 @@ def test_a_model_without_pictures_is_refused(tmp_path: Path) -> None:
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**LANGUAGE)).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match="neither get_image_features nor get_video_features"):
         load_family(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["glm4v", "kimi_k25"])
+def test_trying_finds_what_the_rules_of_a_registered_family_say(
+    name: str, tiny_checkpoints: TinyCheckpoints
+) -> None:
+    config = worker_config(checkpoint=str(tiny_checkpoints[name]), tower="auto")
+    tried, ruled = anything.load(config, torch.device("cpu"), name), load_family(tiny_checkpoints[name])
+    assert tried.info() == ruled.info()
+    film = MediaItem("video", (video_file(range(13), fps=4),))
+    for item in (picture_item(png(picture(150, 100))), film):
+        expected = plan_of(ruled, item)
+        assert plan_of(tried, item).grids == expected.grids
+        assert torch.equal(encode(tried, item)[0], encode(ruled, item)[0])
