@@ -8,6 +8,7 @@ callbacks. The client's memory is untrusted: it is copied once, into the arena, 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -265,11 +266,15 @@ class SessionRequest:
         except RequestError as error:
             self._answer_error(error)
             return
-        copy = partial(copy_request, regions.input_fd, descriptor, block, self._path.limits)
         if descriptor.nbytes <= INLINE_DECODE_BYTES:
+            copy = partial(copy_request, regions.input_fd, descriptor, block, self._path.limits)
             self._go_on(block, deadline_ns, copy)
         else:
-            future = self._loop.run_in_executor(None, copy)
+            # A descriptor of its own: the session may end meanwhile, and its number be another session's.
+            own_fd = os.dup(regions.input_fd)
+            future = self._loop.run_in_executor(
+                None, _copy_and_close, own_fd, descriptor, block, self._path.limits
+            )
             future.add_done_callback(lambda done: self._go_on(block, deadline_ns, done.result))
 
     def end(self, cause: RequestError) -> None:
@@ -333,6 +338,16 @@ class SessionRequest:
             self._timer.cancel()
         if self._is_admitted:
             self._path.admission.give_back(self)
+
+
+def _copy_and_close(
+    own_fd: int, descriptor: SessionDescriptor, block: InputBlock, limits: EncodeLimits
+) -> Copied:
+    """copy_request in a thread, which owns the descriptor."""
+    try:
+        return copy_request(own_fd, descriptor, block, limits)
+    finally:
+        os.close(own_fd)
 
 
 def copy_request(
