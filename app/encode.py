@@ -60,14 +60,14 @@ async def encode(services: Services, request: Request, note: RequestNote) -> Enc
     return answer
 
 
-async def probe(services: Services, picture: str, timeout_s: float) -> None:
-    """Encode a built-in picture and let it go: /health_generate. Takes no permit and is not counted."""
+async def probe(services: Services, modality: str, sample: str, timeout_s: float) -> None:
+    """Encode a built-in sample and let it go: /health_generate. Takes no permit and is not counted."""
     deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
-    item = InlineItem(picture, 0, is_base64=True)
-    async with services.ingest.pack("image", [item], services.engine.arena) as packed:
+    item = InlineItem(sample, 0, is_base64=True)
+    async with services.ingest.pack(modality, [item], services.engine.arena) as packed:
         job = EncodeJob(
             req_key=f"health-{time.monotonic_ns()}",
-            modality="image",
+            modality=modality,
             block=packed.block.hand_over(),
             metadata_bytes=packed.metadata_bytes,
             item_count=1,

@@ -358,7 +358,10 @@ def copy_request(
     InvalidRequest, InvalidItem, ItemTooLarge as over HTTP.
     """
     view = block.view
-    read_run(input_fd, descriptor.offset, view)
+    try:
+        read_run(input_fd, descriptor.offset, view)
+    except (OSError, RegionCorrupt):
+        raise InvalidRequest("the session's input region cannot be read") from None
     metadata = _metadata(view[: descriptor.metadata_bytes])
     req_id = _req_id(view[descriptor.metadata_bytes : descriptor.metadata_bytes + descriptor.req_id_bytes])
     check_modality(metadata.modality)

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Self, TypeVar
 import msgspec
 
 from shm import _core
-from shm.errors import SessionClosed
+from shm.errors import RegionCorrupt, SessionClosed
 from shm.layout import (
     SESSION_COMPLETION_CONSUMER_OFFSET,
     SESSION_COMPLETION_PRODUCER_OFFSET,
@@ -162,11 +162,15 @@ def read_run(input_fd: int, offset: int, target: memoryview) -> None:
     """Copy a run of the client's input region, once, whatever the client does to it meanwhile.
 
     offset: from the input region's start; the caller has checked the range. Releases the interpreter lock.
+    RegionCorrupt if the region ends before the run does, OSError if it cannot be read.
     """
     copied = 0
     while copied < len(target):
-        # read() stops after 2 GiB, and at the object's end, which is sealed.
-        copied += os.preadv(input_fd, [target[copied:]], SESSION_INPUT_OFFSET + offset + copied)
+        # read() stops after 2 GiB.
+        nbytes = os.preadv(input_fd, [target[copied:]], SESSION_INPUT_OFFSET + offset + copied)
+        if nbytes == 0:
+            raise RegionCorrupt("an input region ends before its run does")
+        copied += nbytes
 
 
 def write_run(input_fd: int, offset: int, pieces: list[bytes | bytearray | memoryview]) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import io
+import wave
 import zlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
@@ -12,12 +14,14 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from app.encode import probe
-from app.errors import DeadlinePassed, NoWorkerReady
+from app.errors import DeadlinePassed, ModalityNotServed, NoWorkerReady
 from app.place import WorkerStatus
 from app.services import Services
 
 PROBE_TIMEOUT_S: Final = 30.0
 PROBE_SIDE_PIXELS: Final = 56
+PROBE_RATE_HZ: Final = 16_000
+PROBE_SOUND_S: Final = 0.01
 
 
 async def livez(request: Request) -> Response:
@@ -56,16 +60,36 @@ def _state(services: Services) -> tuple[str, list[WorkerStatus]]:
 
 
 async def health_generate(request: Request) -> Response:
-    """200 after a real encode of a small picture through a worker."""
+    """200 after a real encode through a worker: of a small picture, or of sound if no pictures are served."""
     services: Services = request.app.state.services
     if not services.some_worker_ready():
         raise NoWorkerReady("no worker is ready")
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            await probe(services, probe_picture(), PROBE_TIMEOUT_S)
+            await probe(services, *_sample(services), PROBE_TIMEOUT_S)
     except TimeoutError:
         raise DeadlinePassed(f"the probe took longer than {PROBE_TIMEOUT_S:g} s") from None
     return PlainTextResponse("ok\n")
+
+
+def _sample(services: Services) -> tuple[str, str]:
+    """(modality, base64) of what the checkpoint can encode."""
+    try:
+        services.engine.check_served("image")
+    except ModalityNotServed:
+        return "audio", probe_sound()
+    return "image", probe_picture()
+
+
+def probe_sound() -> str:
+    """PROBE_SOUND_S of silence as a WAV file in base64."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(PROBE_RATE_HZ)
+        sound.writeframes(bytes(2 * int(PROBE_RATE_HZ * PROBE_SOUND_S)))
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def probe_picture() -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import io
 import struct
+import wave
 
-from app.routes.health import PROBE_SIDE_PIXELS, probe_picture
+from app.routes.health import PROBE_SIDE_PIXELS, probe_picture, probe_sound
 from tests.e2e.daemon import Daemon
 
 
@@ -39,3 +41,8 @@ def test_what_is_not_there_is_a_problem_too(stub_daemon: Daemon) -> None:
     problem = stub_daemon.http.request("DELETE", "/livez")
     problem.check_problem(405)
     assert "GET" in problem.headers["allow"]
+
+
+def test_the_probe_sound_is_ten_milliseconds_of_wav() -> None:
+    with wave.open(io.BytesIO(base64.b64decode(probe_sound(), validate=True))) as sound:
+        assert (sound.getframerate(), sound.getnframes()) == (16_000, 160)

@@ -18,6 +18,7 @@ from shm.session import (
     SessionRegions,
     create_session_regions,
     peer_credentials,
+    read_run,
     recv_datagram,
     send_datagram,
 )
@@ -175,3 +176,12 @@ def test_an_empty_socket_says_so_to_an_event_loop(pair: tuple[socket.socket, soc
 
 def test_the_kernel_says_who_the_peer_is(pair: tuple[socket.socket, socket.socket]) -> None:
     assert peer_credentials(pair[0]) == (os.getpid(), os.getuid(), os.getgid())
+
+
+def test_a_run_beyond_the_end_of_the_input_is_corrupt_and_ends() -> None:
+    fd = os.memfd_create("short")
+    try:
+        with pytest.raises(RegionCorrupt, match="ends before"):
+            read_run(fd, 0, memoryview(bytearray(4096)))
+    finally:
+        os.close(fd)
