@@ -129,9 +129,12 @@ class MediaFetcher:
             raise InvalidItem(f"mm_items[{index}] has characters no URL has", item_index=index)
         try:
             url = httpx.URL(text)
-        except (httpx.InvalidURL, ValueError):
+            self._check_url(url, index)
+        except (
+            httpx.InvalidURL,
+            ValueError,
+        ):  # a wrong international name shows only when the host is asked for
             raise InvalidItem(f"mm_items[{index}] is not a valid URL", item_index=index) from None
-        self._check_url(url, index)
         return url
 
     def _check_url(self, url: "httpx.URL", index: int) -> None:

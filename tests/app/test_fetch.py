@@ -183,6 +183,12 @@ def test_a_redirect_is_checked_like_the_first_url(target: str) -> None:
         fetch_from(answering(f"HTTP/1.1 302 Found\nLocation: {target}\nContent-Length: 0"))
 
 
+@pytest.mark.parametrize("url", ["http://xn--/a", "http://xn--\u00fc/a"])
+def test_a_host_that_is_no_international_name_is_named_as_such(url: str) -> None:
+    with pytest.raises(InvalidItem, match="not a valid URL"):
+        run(fetch(url, config()))
+
+
 FORBIDDEN = [
     "http://127.0.0.1{}/", "http://localhost{}/", "http://2130706433{}/", "http://0x7f000001{}/",
     "http://0177.0.0.1{}/", "http://127.1{}/", "http://[::ffff:127.0.0.1]{}/", "http://[::1]{}/",
