@@ -112,10 +112,7 @@ def _check_timeout_order(config: ServeConfig) -> None:
 
 
 def _check_sizes(config: ServeConfig) -> None:
-    if config.workers < 1:
-        raise ConfigError(f"--workers {config.workers} must be at least 1")
-    if config.max_queued_requests < 1 or config.max_queued_bytes < 1:
-        raise ConfigError("--max-queued-requests and --max-queued-bytes must be at least 1")
+    _check_minimums(config)
     if not 1 <= config.tp_size <= TP_SIZE_MAX:
         raise ConfigError(f"--tp-size {config.tp_size} must be from 1 to {TP_SIZE_MAX}")
     if config.tp_size > 1 and config.tower == "stub" and config.tp_mode == "weights":
@@ -125,6 +122,21 @@ def _check_sizes(config: ServeConfig) -> None:
             f"--arena-size ({config.arena_bytes} bytes) must hold --max-body-size "
             f"({config.max_body_bytes} bytes)"
         )
+
+
+def _check_minimums(config: ServeConfig) -> None:
+    minimums = [
+        ("--workers", config.workers, 1),
+        ("--max-batch-size", config.max_batch_items, 1),
+        ("--max-batch-patches", config.max_batch_patches, 1),
+        ("--preprocess-threads", config.preprocess_threads, 1),
+        ("--max-queued-requests", config.max_queued_requests, 1),
+        ("--max-queued-bytes", config.max_queued_bytes, 1),
+        ("--segment-size", config.segment_bytes, MEBIBYTE),
+    ]
+    for option, value, minimum in minimums:
+        if value < minimum:
+            raise ConfigError(f"{option} {value} must be at least {minimum}")
 
 
 def is_loopback(host: str) -> bool:
