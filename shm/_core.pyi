@@ -48,6 +48,10 @@ class Producer:
         eventfd cannot be written (the message is published all the same).
         """
 
+    def try_publish_many(self, descriptors: Buffer, /) -> int:
+        """Whole 128-byte descriptors, one behind the other: as many as there is room for, with one release of
+        tail and one ring. How many that were. Errors as of try_publish; ValueError for another length."""
+
     def ring(self) -> None:
         """Wake the consumer without publishing (used after proof of death or to stop a thread).
 
@@ -91,6 +95,10 @@ class Consumer:
         once) or when woken by Producer.ring or wake() without a message. The GIL is released; signals are
         handled (may raise). Meanwhile only wake, pending and taken may be used by other threads: anything
         else is RuntimeError."""
+
+    def take_many(self, max_count: int, timeout_ns: int, spin_ns: int = 0) -> bytes:
+        """As take, but all messages that are there, up to max_count (>= 1): their 128-byte slots one behind
+        the other, given back together. Empty where take returns None."""
 
     def wake(self) -> None:
         """From another thread of this process: the take() under way, or the next idle one, returns None."""

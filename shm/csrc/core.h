@@ -82,6 +82,11 @@ void ring_consumer_open(struct ring_consumer *ring);
 enum ring_status ring_try_publish(
     struct ring_producer *ring, const void *bytes, size_t nbytes, int *bell_error);
 
+/* The same for up to `count` whole slots that lie one behind the other: as many as there is room for, made the
+ * consumer's by one release and one ring. RING_OK with *published > 0, RING_FULL or RING_CORRUPT. */
+enum ring_status ring_try_publish_many(
+    struct ring_producer *ring, const unsigned char *slots, uint64_t count, uint64_t *published, int *bell_error);
+
 /* Wake the consumer without a message. 0 or an errno. */
 int ring_producer_ring(struct ring_producer *ring);
 
@@ -90,6 +95,10 @@ enum ring_status ring_free_slots(const struct ring_producer *ring, uint64_t *cou
 
 /* Copy the next slot to slot (SLOT_BYTES), then give it back. RING_OK, RING_EMPTY or RING_CORRUPT. */
 enum ring_status ring_try_take(struct ring_consumer *ring, void *slot);
+
+/* Copy `count` slots, at least 1 and no more than ring_pending said, one behind the other, then give them all
+ * back. */
+void ring_take_many(struct ring_consumer *ring, unsigned char *slots, uint64_t count);
 
 /* RING_EMPTY: armed, safe to sleep. RING_OK (a message), RING_RUNG, RING_CORRUPT: disarmed again. */
 enum ring_status ring_consumer_arm(struct ring_consumer *ring);

@@ -84,6 +84,27 @@ enum ring_status ring_try_publish(
     return RING_OK;
 }
 
+enum ring_status ring_try_publish_many(
+    struct ring_producer *ring, const unsigned char *slots, uint64_t count, uint64_t *published, int *bell_error)
+{
+    uint64_t room = ring->slot_count - (ring->tail - ring->seen_head);
+    if (room < count) {
+        if (ring_free_slots(ring, &room) == RING_CORRUPT)
+            return RING_CORRUPT;
+        ring->seen_head = ring->tail - (ring->slot_count - room);
+    }
+    if (room == 0)
+        return RING_FULL;
+    *published = count < room ? count : room;
+    for (uint64_t i = 0; i < *published; i++)
+        memcpy(ring->side->slots[(ring->tail + i) & (ring->slot_count - 1)], slots + i * SLOT_BYTES, SLOT_BYTES);
+    ring->tail += *published;
+    /* PAIRS: ring.tail. Every slot's bytes before the cursor that makes them the consumer's. */
+    atomic_store_explicit(&ring->side->tail, ring->tail, memory_order_release);
+    *bell_error = ring_bell(ring);
+    return RING_OK;
+}
+
 int ring_producer_ring(struct ring_producer *ring)
 {
     if (ring->eventfd >= 0)
@@ -117,6 +138,17 @@ enum ring_status ring_try_take(struct ring_consumer *ring, void *slot)
     /* PAIRS: ring.head. The copy is complete before the slot is the producer's again. */
     atomic_store_explicit(&ring->side->head, ring->head, memory_order_release);
     return RING_OK;
+}
+
+void ring_take_many(struct ring_consumer *ring, unsigned char *slots, uint64_t count)
+{
+    for (uint64_t i = 0; i < count; i++)
+        memcpy(slots + i * SLOT_BYTES, ring->peer->slots[(ring->head + i) & (ring->slot_count - 1)], SLOT_BYTES);
+    ring->head += count;
+    if (ring->seen_tail - ring->head > ring->slot_count)
+        ring->seen_tail = ring->head; /* it was older than what ring_pending saw */
+    /* PAIRS: ring.head. The copies are complete before the slots are the producer's again. */
+    atomic_store_explicit(&ring->side->head, ring->head, memory_order_release);
 }
 
 /* RING_OK, RING_EMPTY or RING_CORRUPT, without taking. */

@@ -150,6 +150,32 @@ static PyObject *producer_try_publish(Producer *self, PyObject *descriptor)
     return PyBool_FromLong(status == RING_OK);
 }
 
+static PyObject *producer_try_publish_many(Producer *self, PyObject *slots)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(slots, &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (!producer_is_open(self)) {
+        PyBuffer_Release(&view);
+        return NULL;
+    }
+    if (view.len == 0 || view.len % SLOT_BYTES != 0) {
+        PyBuffer_Release(&view);
+        PyErr_SetString(PyExc_ValueError, "descriptors are 128 bytes each, one or more");
+        return NULL;
+    }
+    int bell_error = 0;
+    uint64_t published = 0;
+    enum ring_status status =
+        ring_try_publish_many(&self->ring, view.buf, (uint64_t)view.len / SLOT_BYTES, &published, &bell_error);
+    PyBuffer_Release(&view);
+    if (status == RING_CORRUPT)
+        return raise_corrupt((PyObject *)self, "the consumer's head is impossible");
+    if (bell_error != 0)
+        return bell_failed(bell_error);
+    return PyLong_FromUnsignedLongLong(published);
+}
+
 static PyObject *producer_ring(Producer *self, PyObject *Py_UNUSED(unused))
 {
     if (!producer_is_open(self))
@@ -177,6 +203,8 @@ static PyObject *producer_published(Producer *self, void *Py_UNUSED(closure))
 
 static PyMethodDef producer_methods[] = {
     {"try_publish", (PyCFunction)producer_try_publish, METH_O, "Publish a descriptor; False when full."},
+    {"try_publish_many", (PyCFunction)producer_try_publish_many, METH_O,
+     "Publish whole descriptors together; how many there was room for."},
     {"ring", (PyCFunction)producer_ring, METH_NOARGS, "Wake the consumer without a message."},
     {"free_slots", (PyCFunction)producer_free_slots, METH_NOARGS, "Free slots right now."},
     {"close", (PyCFunction)producer_close, METH_NOARGS, "Give both buffers back."},
@@ -365,6 +393,52 @@ static PyObject *consumer_take(Consumer *self, PyObject *args, PyObject *keyword
     }
 }
 
+/* Copies of up to max_count slots, one behind the other; empty bytes when there is nothing to take. */
+static PyObject *take_pending(Consumer *self, uint64_t max_count)
+{
+    uint64_t count;
+    if (!consumer_is_usable(self))
+        return NULL;
+    if (ring_pending(&self->ring, &count) == RING_CORRUPT)
+        return tail_is_impossible(self);
+    if (count > max_count)
+        count = max_count;
+    PyObject *slots = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)count * SLOT_BYTES);
+    if (slots != NULL && count > 0)
+        ring_take_many(&self->ring, (unsigned char *)PyBytes_AsString(slots), count);
+    return slots;
+}
+
+static PyObject *consumer_take_many(Consumer *self, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"max_count", "timeout_ns", "spin_ns", NULL};
+    uint64_t max_count;
+    long long timeout_ns, spin_ns = 0;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, keywords, "O&L|L:take_many", names, convert_u64, &max_count, &timeout_ns, &spin_ns))
+        return NULL;
+    if (max_count == 0) {
+        PyErr_SetString(PyExc_ValueError, "max_count must be at least 1");
+        return NULL;
+    }
+    PyObject *slots = take_pending(self, max_count);
+    if (slots == NULL || PyBytes_Size(slots) != 0 || timeout_ns <= 0)
+        return slots;
+    switch (wait_without_gil(self, spin_ns, timeout_ns)) {
+    case RING_OK:
+        Py_DECREF(slots);
+        return take_pending(self, max_count);
+    case RING_CORRUPT:
+        Py_DECREF(slots);
+        return tail_is_impossible(self);
+    case RING_INTERRUPTED: /* the signal's handler raised */
+        Py_DECREF(slots);
+        return NULL;
+    default:
+        return slots;
+    }
+}
+
 static PyObject *consumer_wake(Consumer *self, PyObject *Py_UNUSED(unused))
 {
     if (!consumer_is_open(self))
@@ -394,6 +468,8 @@ static PyMethodDef consumer_methods[] = {
     {"disarm", (PyCFunction)consumer_disarm, METH_NOARGS, "Awake: the producer need not ring."},
     {"take", (PyCFunction)(void (*)(void))consumer_take, METH_VARARGS | METH_KEYWORDS,
      "Copy of the next slot, waited for; None at the timeout or when woken without a message."},
+    {"take_many", (PyCFunction)(void (*)(void))consumer_take_many, METH_VARARGS | METH_KEYWORDS,
+     "Copies of the next slots together, waited for; empty at the timeout or when woken without a message."},
     {"wake", (PyCFunction)consumer_wake, METH_NOARGS, "Make a sleeping take() return None."},
     {"pending", (PyCFunction)consumer_pending, METH_NOARGS, "Messages to take right now."},
     {"close", (PyCFunction)consumer_close, METH_NOARGS, "Give both buffers back."},

@@ -284,3 +284,71 @@ def test_consumers_killed_while_taking_leave_a_ring_that_goes_on(ring: RingMemor
     while (message := heir.try_take()) is not None:
         assert number_of(message) == heir.taken - 1
     assert producer.free_slots() == SLOT_COUNT
+
+
+def run_of(*numbers: int) -> bytes:
+    """Whole descriptors, one behind the other."""
+    return b"".join(numbered(number) for number in numbers)
+
+
+def test_many_messages_are_published_and_taken_together(ring: RingMemory) -> None:
+    producer, consumer = ring.producer(), ring.consumer()
+    assert consumer.take_many(SLOT_COUNT, 0) == b""
+    for first in range(0, 30, 3):  # around the end of the slots
+        assert producer.try_publish_many(run_of(first, first + 1, first + 2)) == 3
+        assert consumer.take_many(2, A_LONG_TIME_NS) == run_of(first, first + 1)
+        assert consumer.take_many(2, A_LONG_TIME_NS) == run_of(first + 2)
+    assert (producer.published, consumer.taken) == (30, 30)
+
+
+def test_one_and_many_may_be_mixed_at_both_ends(ring: RingMemory) -> None:
+    producer, consumer = ring.producer(), ring.consumer()
+    for first in range(0, 40, 4):
+        producer.try_publish(numbered(first))
+        assert producer.try_publish_many(run_of(first + 1, first + 2)) == 2
+        assert consumer.try_take() == numbered(first)
+        producer.try_publish(numbered(first + 3))
+        assert consumer.take_many(2, 0) == run_of(first + 1, first + 2)
+        assert consumer.try_take() == numbered(first + 3)
+        assert consumer.try_take() is None
+
+
+def test_of_many_messages_those_are_published_that_there_is_room_for(ring: RingMemory) -> None:
+    producer, consumer = ring.producer(), ring.consumer()
+    producer.try_publish(numbered(0))
+    assert producer.try_publish_many(run_of(1, 2, 3, 4, 5)) == SLOT_COUNT - 1
+    assert producer.try_publish_many(run_of(6)) == 0
+    assert consumer.take_many(99, 0) == run_of(0, 1, 2, 3)
+    assert producer.try_publish_many(run_of(6)) == 1
+
+
+def test_many_messages_ring_a_sleeper_once(ring: RingMemory) -> None:
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    producer, consumer = ring.producer(bell), ring.consumer()
+    assert consumer.arm()
+    producer.try_publish_many(run_of(1, 2))
+    producer.try_publish_many(run_of(3))
+    assert os.eventfd_read(bell) == 1
+    os.close(bell)
+
+
+def test_a_take_of_many_sleeps_until_the_first_is_there(ring: RingMemory) -> None:
+    with forked(lambda: ring.producer().try_publish_many(run_of(7, 8))):
+        taken = ring.consumer().take_many(SLOT_COUNT, A_LONG_TIME_NS)
+    assert taken[:128] == numbered(7)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 127, 129])
+def test_what_is_no_run_of_whole_descriptors_is_refused(ring: RingMemory, nbytes: int) -> None:
+    with pytest.raises(ValueError, match="128 bytes each"):
+        ring.producer().try_publish_many(bytes(nbytes))
+
+
+def test_nothing_is_published_or_taken_together_past_an_impossible_cursor(ring: RingMemory) -> None:
+    producer, consumer = ring.producer(), ring.consumer()
+    store_word(ring, 0, 99)
+    store_word(ring, ring.producer_offset, 99)
+    with pytest.raises(RegionCorrupt):
+        producer.try_publish_many(run_of(1))
+    with pytest.raises(RegionCorrupt):
+        consumer.take_many(1, 0)
