@@ -49,6 +49,14 @@ class EncodeResult(NamedTuple):
     error: ItemError | None = None
 
 
+class PrepareResult(NamedTuple):
+    """What became of an item that was to be prepared: its features, or why there are none."""
+
+    item: Item
+    outcome: Prepared | ItemError
+    spent_ns: int = 0
+
+
 class Backlog:
     """All jobs under way. Methods may be called from any thread unless they say otherwise."""
 
@@ -69,11 +77,13 @@ class Backlog:
 
     # --- intake ---
 
-    def open(self, job: Job) -> None:
-        """Take over a job that has no block yet. Its unmeasured items are measured from now on."""
+    def open(self, *jobs: Job) -> None:
+        """Take over jobs that have no block yet. Their unmeasured items are measured from now on."""
         with self._lock:
-            self._jobs[job.ticket] = job
-            self._push_waiting(item for item in job.items if item.state is ItemState.UNMEASURED)
+            for job in jobs:
+                self._jobs[job.ticket] = job
+                if not job.is_measured:
+                    self._push_waiting(item for item in job.items if item.state is ItemState.UNMEASURED)
 
     def take_measured(self) -> Job | None:
         """A job that was opened with items of unknown size, once all sizes are known; None: none now."""
@@ -84,10 +94,20 @@ class Backlog:
                     return job
             return None
 
-    def admit(self, job: Job) -> None:
-        """Let the items of an open job go on: it has a block, and its SHAPE_KNOWN is published."""
+    def admit(self, *jobs: Job, at_once: bool = False) -> list[Item]:
+        """Let the items of open jobs go on: each has a block, and its SHAPE_KNOWN is published.
+
+        at_once: the caller prepares the items itself whose plan says so; they are returned, taken already.
+        """
+        taken: list[Item] = []
         with self._lock:
-            self._push_waiting(job.items)
+            for item in (item for job in jobs for item in job.items):
+                if at_once and item.plan.prepares_at_once and self._may_hold_prepared(item):
+                    self._hold_for_prepare(item)
+                    taken.append(item)
+                else:
+                    self._push_waiting([item])
+        return taken
 
     def fail(self, job: Job, error: ItemError, item_index: int = 0) -> None:
         """End an open job that cannot have a block."""
@@ -121,7 +141,7 @@ class Backlog:
     def take_to_prepare(self) -> Item | None:
         """The next item to measure (if its state was UNMEASURED: it has no plan) or to decode; waits for one.
 
-        None: finished. It comes back by bring_measured or bring_prepared, or by drop_unprepared.
+        None: finished. It comes back by bring_measured or bring_prepared.
         """
         with self._lock:
             while True:
@@ -132,13 +152,8 @@ class Backlog:
                     return None
                 self._may_prepare.wait()
             heapq.heappop(self._waiting)
-            item.state = ItemState.HELD_FOR_PREPARE
-            item.job.held_items += 1
-            self._prepared_patches += item.cost_patches
+            self._hold_for_prepare(item)
             self._may_prepare.notify()  # perhaps the next one fits as well
-            timings = item.job.timings
-            if timings.queue_ns == 0:
-                timings.queue_ns = time.monotonic_ns() - timings.taken_ns
             return item
 
     def bring_measured(self, item: Item, plan: ItemPlan, spent_ns: int) -> None:
@@ -150,34 +165,35 @@ class Backlog:
             if job.error is not None:
                 self._end_if_free(job)
                 return
-            item.known_plan = plan
-            item.state = ItemState.WAITING
+            job.set_plan(item, plan)
             if job.is_measured:
                 self._measured.append(job)
                 self._wake_intake()
 
-    def bring_prepared(self, item: Item, prepared: Prepared, spent_ns: int) -> None:
-        """The item is decoded and waits for the device from now on (unless its job failed meanwhile)."""
-        with self._lock:
-            job = item.job
-            job.held_items -= 1
-            job.timings.preprocess_ns += spent_ns
-            if job.error is not None:
-                self._leave_prepared(item)
-                self._end_if_free(job)
-                return
-            item.prepared = prepared
-            item.state = ItemState.PREPARED
-            item.prepared_ns = time.monotonic_ns()
-            self._prepared.append(item)
-            self._may_encode.notify()
+    def bring_prepared(self, results: Sequence[PrepareResult]) -> None:
+        """Items wait for the device from now on, unless their jobs failed meanwhile.
 
-    def drop_unprepared(self, item: Item, error: ItemError) -> None:
-        """The item cannot be decoded: its job fails."""
+        A job fails by an item that could not be prepared, or measured.
+        """
         with self._lock:
-            item.job.held_items -= 1
-            self._leave_prepared(item)
-            self._fail(item.job, error, item.index)
+            now_ns = time.monotonic_ns()
+            for item, outcome, spent_ns in results:
+                job = item.job
+                job.held_items -= 1
+                job.timings.preprocess_ns += spent_ns
+                if job.error is None and isinstance(outcome, Prepared):
+                    item.prepared = outcome
+                    item.state = ItemState.PREPARED
+                    item.prepared_ns = now_ns
+                    self._prepared.append(item)
+                    continue
+                self._leave_prepared([item])
+                if isinstance(outcome, ItemError):
+                    self._fail(job, outcome, item.index)
+                else:
+                    self._end_if_free(job)
+            if self._prepared:
+                self._may_encode.notify()
 
     # --- device thread and the deliverer behind it ---
 
@@ -196,19 +212,21 @@ class Backlog:
                     return None
                 self._may_encode.wait()
             batch = next_batch(self._prepared, self._limits.max_items, self._limits.max_patches)
+            self._leave_prepared(batch)
             for item in batch:
-                self._prepared.remove(item)
-                self._leave_prepared(item)
                 item.state = ItemState.HELD_FOR_ENCODE
-                item.job.held_items += 1
-                item.job.taken_items += 1
-                item.job.timings.batch_items = max(item.job.timings.batch_items, len(batch))
+                job = item.job
+                job.held_items += 1
+                job.taken_items += 1
+                job.timings.batch_items = max(job.timings.batch_items, len(batch))
+            self._prepared = [item for item in self._prepared if item.state is ItemState.PREPARED]
             return batch  # each item comes back through bring_batch
 
     def bring_batch(self, results: Sequence[EncodeResult], forward_ns: int, copy_ns: int) -> None:
         """The batch's rows are in their blocks, or say why not. Calls of one thread only, in batch order."""
         with self._lock:
-            for job in _jobs_of(result.item for result in results):
+            jobs = _jobs_of(result.item for result in results)
+            for job in jobs:
                 job.timings.forward_ns += forward_ns
                 job.timings.copy_ns += copy_ns
             for item, error in results:
@@ -216,11 +234,10 @@ class Backlog:
                 item.state = ItemState.DONE
                 item.prepared = None
                 if error is not None:
-                    self._fail(item.job, error, item.index)
-            for job in _jobs_of(result.item for result in results):
-                if job.error is None:
-                    self._publish_prefix(job)
-                self._end_if_free(job)
+                    self._set_error(item.job, error, item.index)
+            for job in jobs:
+                self._count_ready_items(job)
+            self._end([job for job in jobs if self._is_over(job)])
 
     # --- to look inside ---
 
@@ -240,6 +257,15 @@ class Backlog:
         for item in items:
             heapq.heappush(self._waiting, (item.order, item))
             self._may_prepare.notify()
+
+    def _hold_for_prepare(self, item: Item) -> None:
+        """A thread has the item, to measure or to prepare it."""
+        item.state = ItemState.HELD_FOR_PREPARE
+        item.job.held_items += 1
+        self._prepared_patches += item.cost_patches
+        timings = item.job.timings
+        if timings.queue_ns == 0:
+            timings.queue_ns = time.monotonic_ns() - timings.taken_ns
 
     def _first_waiting(self) -> Item | None:
         """The item that is next to prepare. Forgets those of failed jobs, fails expired ones on the way."""
@@ -269,46 +295,58 @@ class Backlog:
         oldest_ns = min(item.prepared_ns for item in self._prepared)
         return oldest_ns + self._limits.max_wait_ns - time.monotonic_ns()
 
-    def _leave_prepared(self, item: Item) -> None:
-        self._prepared_patches -= item.cost_patches
-        self._may_prepare.notify()
+    def _leave_prepared(self, items: list[Item]) -> None:
+        self._prepared_patches -= sum(item.cost_patches for item in items)
+        self._may_prepare.notify(len(items))
 
     def _drop_expired_prepared(self) -> None:
         now_ns = time.monotonic_ns()
-        for job in _jobs_of(self._prepared):
-            if job.deadline_ns <= now_ns:
-                self._fail(job, ItemError(ErrorCode.DEADLINE))
+        for job in _jobs_of(item for item in self._prepared if item.deadline_ns <= now_ns):
+            self._fail(job, ItemError(ErrorCode.DEADLINE))
 
     def _fail(self, job: Job, error: ItemError, item_index: int = 0) -> None:
-        """Set the job's error if it has none, forget its waiting items, end it if nobody holds one."""
-        if job.error is None:
-            job.error = error
-            job.error_item = item_index
-            for item in [item for item in self._prepared if item.job is job]:
-                self._prepared.remove(item)
-                self._leave_prepared(item)
-                item.prepared = None
+        """Set the job's error if it has none, and end it if nobody holds an item of it."""
+        self._set_error(job, error, item_index)
         self._end_if_free(job)
 
-    def _publish_prefix(self, job: Job) -> None:
+    def _set_error(self, job: Job, error: ItemError, item_index: int) -> None:
+        """The first error counts. Items of the job that wait for the device are forgotten."""
+        if job.error is not None:
+            return
+        job.error = error
+        job.error_item = item_index
+        forgotten = [item for item in job.items if item.state is ItemState.PREPARED]
+        self._leave_prepared(forgotten)
+        for item in forgotten:
+            self._prepared.remove(item)
+            item.prepared = None
+
+    def _count_ready_items(self, job: Job) -> None:
         """Let readers see the rows of all items up to the first that is not there yet."""
         before = job.ready_items
         while job.ready_items < len(job.items) and job.items[job.ready_items].state is ItemState.DONE:
             job.ready_items += 1
-        if job.ready_items > before:
+        if job.error is None and before < job.ready_items < len(job.items):  # all rows: READY tells it
             last = job.items[job.ready_items - 1]
             self._publisher.rows(job, last.row_start + last.plan.rows)
 
-    def _end_if_free(self, job: Job) -> None:
+    def _is_over(self, job: Job) -> bool:
+        """Whether the job has not ended yet and must now."""
         if job.held_items > 0 or job.ticket not in self._jobs:
+            return False
+        return job.error is not None or job.ready_items == len(job.items)
+
+    def _end_if_free(self, job: Job) -> None:
+        if self._is_over(job):
+            self._end([job])
+
+    def _end(self, jobs: list[Job]) -> None:
+        """READY or FAILED, exactly once."""
+        if not jobs:
             return
-        if job.error is not None:
-            self._publisher.failed(job)
-        elif job.ready_items == len(job.items):
-            self._publisher.ready(job)
-        else:
-            return
-        del self._jobs[job.ticket]
+        self._publisher.ended(jobs)
+        for job in jobs:
+            del self._jobs[job.ticket]
         self._wake_all_if_finished()
 
     def _finished(self) -> bool:

@@ -1,7 +1,8 @@
-"""The deliverer's thread: copies rows from the device into their blocks and tells the backlog.
+"""Copies rows from the device into their blocks and tells the backlog.
 
-It waits for the device where the device thread must not, so that the copies of one batch run beside the next
-batch's forward.
+Where a copy takes its time (CUDA), or other ranks have a part of the batch, a thread of its own waits for it,
+so that the copies of one batch run beside the next batch's forward. Where rows are there when the forward has
+returned, the device thread copies and publishes them itself: a hand-over would cost more than the copy.
 """
 
 import queue
@@ -44,27 +45,15 @@ class EncodedBatch:
 
 
 class Deliverer:
-    """Takes batches in order. The device thread runs at most one batch ahead of the copies."""
+    """Delivers on the thread that asks for it. Batches in order, one at a time."""
 
     def __init__(self, backlog: Backlog, device: Device, heart: Heart) -> None:
         self._backlog = backlog
         self._device = device
         self._heart = heart
-        self._batches: queue.Queue[EncodedBatch] = queue.Queue(maxsize=1)
 
-    def start(self) -> None:
-        """Begin to deliver; the thread lives as long as the process."""
-        start_thread("deliver", self._run)
-
-    def put(self, batch: EncodedBatch) -> None:
-        """Hand over a batch; waits while the one before has not been taken up."""
-        self._batches.put(batch)
-
-    def _run(self) -> None:
-        while True:
-            self._deliver(self._batches.get())
-
-    def _deliver(self, batch: EncodedBatch) -> None:
+    def deliver(self, batch: EncodedBatch) -> None:
+        """Returns when its rows are in their blocks and every ticket that this ends has ended."""
         with self._heart.step():
             results = [self._begin_copy(encoded, batch.finished) for encoded in batch.encoded]
             forward_end_ns = batch.finished.wait()
@@ -84,3 +73,23 @@ class Deliverer:
         target = block.payload[first_byte : first_byte + item.plan.rows * row_bytes]
         self._device.copy_rows(outcome, target, after)
         return EncodeResult(item)
+
+
+class DeliverThread:
+    """Delivers behind the device thread, which runs at most one batch ahead of the copies."""
+
+    def __init__(self, deliverer: Deliverer) -> None:
+        self._deliverer = deliverer
+        self._batches: queue.Queue[EncodedBatch] = queue.Queue(maxsize=1)
+
+    def start(self) -> None:
+        """Begin to deliver; the thread lives as long as the process."""
+        start_thread("deliver", self._run)
+
+    def put(self, batch: EncodedBatch) -> None:
+        """Hand over a batch; waits while the one before has not been taken up."""
+        self._batches.put(batch)
+
+    def _run(self) -> None:
+        while True:
+            self._deliverer.deliver(self._batches.get())

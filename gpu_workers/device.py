@@ -25,9 +25,10 @@ class Mark(Protocol):
 
 
 class Device(Protocol):
-    """Where forwards run. `mark` is for the device thread, the two copy methods are for the deliverer's."""
+    """Where forwards run. `mark` is for the device thread, the two copy methods are for deliver.py's."""
 
     name: str
+    copies_overlap: bool  # whether copies go on beside the next forward
 
     def mark(self) -> Mark:
         """The end of everything the device thread has asked for so far."""
@@ -60,6 +61,7 @@ class PlainDevice:
     """The processor, with numpy rows: for towers without torch."""
 
     name = "cpu"
+    copies_overlap = False
 
     def mark(self) -> Mark:
         """Already reached."""

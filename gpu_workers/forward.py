@@ -1,9 +1,10 @@
 """The device thread: forwards, one batch after the other."""
 
 import time
+from collections.abc import Callable
 
 from gpu_workers.backlog import Backlog
-from gpu_workers.deliver import Deliverer, Encoded, EncodedBatch
+from gpu_workers.deliver import Encoded, EncodedBatch
 from gpu_workers.device import Device
 from gpu_workers.families.base import Family
 from gpu_workers.faults import Faults
@@ -21,15 +22,15 @@ class DeviceLoop:
         backlog: Backlog,
         family: Family,
         device: Device,
-        deliverer: Deliverer,
+        deliver: Callable[[EncodedBatch], None],
         heart: Heart,
         faults: Faults,
         ranks: Ranks | None = None,
     ) -> None:
-        """ranks: of a group, None for a worker that is one process."""
+        """deliver: Deliverer.deliver, or DeliverThread.put. ranks: of a group, None for a single process."""
         self._backlog = backlog
         self._device = device
-        self._deliverer = deliverer
+        self._deliver = deliver
         self._heart = heart
         self._ranks = ranks or Alone(family)
         self._encoder = Encoder(family, device, faults, self._ranks)
@@ -37,7 +38,7 @@ class DeviceLoop:
     def run(self) -> None:
         """Forward what waits, at once. DeviceLost when the device's context is broken."""
         while (batch := self._backlog.take_batch()) is not None:
-            self._deliverer.put(self._encode_batch(batch))
+            self._deliver(self._encode_batch(batch))
 
     def encode(self, batch: list[Item]) -> list[Encoded]:
         """Rows or error of every item, in order: see Encoder.encode."""

@@ -13,7 +13,8 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+
+import msgspec
 
 from gpu_workers.backlog import EncodeResult
 from gpu_workers.errors import ItemError, RanksDisagree
@@ -44,6 +45,8 @@ def batch_key_digest(prepared: Prepared) -> bytes:
 
 class DataRanks:
     """Items are split over the ranks."""
+
+    answer_later = True
 
     def __init__(self, leader: Leader, family: Family) -> None:
         self._leader = leader
@@ -100,7 +103,7 @@ class DataRanks:
     def _preprocess_on(self, rank: int, item: Item) -> Prepared:
         if rank == 0:
             prepared = self._family.preprocess(item.media, item.plan)
-            return replace(prepared, batch_key=batch_key_digest(prepared).hex())
+            return msgspec.structs.replace(prepared, batch_key=batch_key_digest(prepared).hex())
         reply = self._leader.prepare(rank, item).result()
         if reply.error is not None:
             raise reply.error
@@ -132,6 +135,8 @@ class _DataAnswers:
 
 class WeightsRanks:
     """Every rank has a share of the weights and works on every item."""
+
+    answer_later = True
 
     def __init__(self, leader: Leader, family: Family) -> None:
         self._leader = leader

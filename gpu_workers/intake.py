@@ -1,9 +1,11 @@
 """The intake thread: what control says through the submission ring.
 
-An ENCODE is taken at once (its slot is free again), checked, sized from the items' headers and given a block,
-before any decode: that is what SHAPE_KNOWN tells. Items whose headers do not tell are measured by the
-preprocess threads, so that nobody waits here for a decode. If the segment is full the job waits for reclaim,
-oldest first; nobody overtakes, so a large one gets its turn.
+Descriptors are taken as many as there are, and each step is done for all of them together, so that under load
+nobody is woken for a single request. An ENCODE is taken at once (its slot is free again), checked, sized from
+the items' headers and given a block, before any decode: that is what SHAPE_KNOWN tells. Items whose headers
+do not tell are measured by the preprocess threads, so that nobody waits here for a decode; those whose
+preprocessing costs less than a hand-over are preprocessed here. If the segment is full the job waits for
+reclaim, oldest first; nobody overtakes, so a large one gets its turn.
 """
 
 import logging
@@ -20,23 +22,26 @@ from gpu_workers.families.base import Family, ItemPlan, MediaItem
 from gpu_workers.faults import FaultPoint, Faults
 from gpu_workers.heart import Heart
 from gpu_workers.jobs import InputRange, Job
+from gpu_workers.prepare import Preparer
 from gpu_workers.publish import Publisher
 from gpu_workers.request import MalformedRequest, media_item, read_metadata
 from gpu_workers.threads import start_thread
 from shm.arena import ArenaReader
 from shm.errors import ErrorCode
-from shm.layout import Submission, SubmissionKind, WorkerState
+from shm.layout import SLOT_BYTES, Submission, SubmissionKind, WorkerState
 from shm.link import WorkerLink
 from shm.segment import SegmentWriter
 
 logger = logging.getLogger(__name__)
 
 _SPACE_WAIT_NS: Final = 5_000_000_000  # a job waits this long for reclaim, then fails with SEGMENT_FULL
+_RUN_SLOTS: Final = 32  # descriptors taken together: the first one waits for the last one's headers
 _TICK_NS: Final = 100_000_000  # how often time-outs are looked at
 
 
 class _WaitingForSpace(NamedTuple):
     job: Job
+    nbytes: int
     metadata: bytes
     until_ns: int
 
@@ -52,9 +57,11 @@ class Intake:
         family: Family,
         backlog: Backlog,
         publisher: Publisher,
+        preparer: Preparer | None,
         heart: Heart,
         faults: Faults,
     ) -> None:
+        """preparer: of items not worth a hand-over; None where preprocessing waits for other ranks."""
         self._link = link
         self._arena = arena
         self._segment = segment
@@ -62,11 +69,14 @@ class Intake:
         self._info = family.info()
         self._backlog = backlog
         self._publisher = publisher
+        self._preparer = preparer
         self._heart = heart
         self._faults = faults
+        self._encoder = msgspec.msgpack.Encoder()
         self._waiting: deque[_WaitingForSpace] = deque()
         self._next_tick_ns = 0
         self._finish = threading.Event()
+        self._is_draining = False
         self._backlog_finished = False
 
     def start(self) -> None:
@@ -80,56 +90,77 @@ class Intake:
 
     def _run(self) -> None:
         while True:
-            descriptor = self._link.submissions.take(_TICK_NS)
+            run = self._link.submissions.take_many(_RUN_SLOTS, _TICK_NS)
             with self._heart.step():
-                if descriptor is not None:
-                    self._handle(Submission.unpack(descriptor))
+                self._take_up(run)
                 while (job := self._backlog.take_measured()) is not None:
                     self._wait_for_space(job)
                 if time.monotonic_ns() >= self._next_tick_ns:
                     self._tick()
-            if self._finish.is_set() and self._link.submissions.pending() == 0:
-                self._backlog.finish()
-                self._backlog_finished = True
+                self._place_waiting()
+            if self._finish.is_set():
+                self._drain()
 
-    def _handle(self, submission: Submission) -> None:
-        match submission.kind:
-            case SubmissionKind.ENCODE:
-                self._encode(submission)
-            case SubmissionKind.CANCEL:
-                self._cancel(submission.ticket)
-            case SubmissionKind.RECLAIM:
-                self._reclaim(submission.block, submission.generation)
-            case SubmissionKind.DRAIN:
-                self._link.set_state(WorkerState.DRAINING)
-                self._finish.set()
+    def _take_up(self, run: bytes) -> None:
+        """Descriptors, one behind the other."""
+        jobs: list[Job] = []
+        for start in range(0, len(run), SLOT_BYTES):
+            submission = Submission.unpack(run[start : start + SLOT_BYTES])
+            match submission.kind:
+                case SubmissionKind.ENCODE:
+                    jobs += self._begin(submission)
+                case SubmissionKind.RECLAIM:
+                    self._reclaim(submission.block, submission.generation)
+                case SubmissionKind.CANCEL:
+                    self._open(jobs)  # it may be about one of them
+                    jobs = []
+                    self._cancel(submission.ticket)
+                case SubmissionKind.DRAIN:
+                    self._finish.set()
+        self._open(jobs)
+
+    def _drain(self) -> None:
+        """Nothing new comes: the backlog ends once nothing is left to take."""
+        if not self._is_draining:
+            self._is_draining = True
+            self._link.set_state(WorkerState.DRAINING)
+        if self._link.submissions.pending() == 0:
+            self._backlog.finish()
+            self._backlog_finished = True
 
     # --- ENCODE ---
 
-    def _encode(self, submission: Submission) -> None:
+    def _begin(self, submission: Submission) -> list[Job]:
+        """The job of a request that makes sense; none, and its ticket has ended, of another."""
         input_range = InputRange(submission.arena_offset, submission.arena_nbytes, submission.metadata_bytes)
         job = Job(submission.ticket, submission.deadline_ns, input=input_range)
         try:
             self._read_request(submission, job)
         except ItemError as error:
             self._publisher.refused(job.ticket, error, len(job.items))
-            return
+            return []
         self._faults.reach(FaultPoint.EXIT_ON_TAKE, job.asked_faults)
-        self._backlog.open(job)
-        if job.is_measured:
-            self._wait_for_space(job)
+        return [job]
+
+    def _open(self, jobs: list[Job]) -> None:
+        if not jobs:
+            return
+        self._backlog.open(*jobs)
+        for job in jobs:
+            if job.is_measured:
+                self._wait_for_space(job)
 
     def _wait_for_space(self, job: Job) -> None:
-        """Queue a measured job for a block; it may have one at once."""
+        """Queue a measured job for a block."""
         job.lay_out_rows()
-        metadata = msgspec.msgpack.encode(job.block_metadata())
-        try:
-            self._check_fits(job, metadata)
-        except ItemError as error:
-            self._backlog.fail(job, error)
-            return
-        self._waiting.append(_WaitingForSpace(job, metadata, time.monotonic_ns() + _SPACE_WAIT_NS))
-        self._place_waiting()
+        metadata = self._encoder.encode(job.block_metadata())
+        nbytes = job.rows * self._info.dim_of(job.modality) * self._info.dtype.itemsize
+        if self._segment.fits(nbytes, len(metadata)):
+            until_ns = time.monotonic_ns() + _SPACE_WAIT_NS
+            self._waiting.append(_WaitingForSpace(job, nbytes, metadata, until_ns))
+        else:
+            total_bytes = self._segment.total_bytes
+            self._backlog.fail(job, ItemError(ErrorCode.TOO_LARGE_FOR_SEGMENT, nbytes, total_bytes))
 
     def _read_request(self, submission: Submission, job: Job) -> None:
         """Add every item with its plan to the job. ItemError for the item that would be next."""
@@ -166,45 +197,43 @@ class Intake:
             logger.warning("ticket %d item %d: inspect failed", job.ticket, len(job.items), exc_info=True)
             raise ItemError(ErrorCode.INTERNAL) from None
 
-    def _payload_bytes(self, job: Job) -> int:
-        return job.rows * self._info.dim_of(job.modality) * self._info.dtype.itemsize
-
-    def _check_fits(self, job: Job, metadata: bytes) -> None:
-        nbytes = self._payload_bytes(job)
-        if not self._segment.fits(nbytes, len(metadata)):
-            raise ItemError(ErrorCode.TOO_LARGE_FOR_SEGMENT, nbytes, self._segment.statistics().total_bytes)
-
     def _place_waiting(self) -> None:
         """Give blocks to the waiting jobs, oldest first, as far as there is space."""
-        while self._waiting:
-            job, metadata, _ = self._waiting[0]
-            job.block = self._segment.allocate(
-                self._payload_bytes(job),
-                job.rows,
-                self._info.dim_of(job.modality),
-                self._info.dtype,
-                metadata,
-            )
-            if job.block is None:
-                return
-            self._waiting.popleft()
-            self._faults.reach(FaultPoint.EXIT_BEFORE_SHAPE, job.asked_faults)
-            self._publisher.shape_known(job)
-            self._backlog.admit(job)
+        placed: list[Job] = []
+        while self._waiting and self._place(self._waiting[0]):
+            placed.append(self._waiting.popleft().job)
+        if placed:
+            self._publisher.shapes_known(placed)
+            self._admit(placed)
+
+    def _place(self, waiting: _WaitingForSpace) -> bool:
+        """Give the job a block; False if there is no space now."""
+        job, nbytes, metadata, _ = waiting
+        dim = self._info.dim_of(job.modality)
+        job.block = self._segment.allocate(nbytes, job.rows, dim, self._info.dtype, metadata)
+        if job.block is None:
+            return False
+        self._faults.reach(FaultPoint.EXIT_BEFORE_SHAPE, job.asked_faults)
+        return True
+
+    def _admit(self, jobs: list[Job]) -> None:
+        """Let them go on; what is not worth a hand-over is prepared here."""
+        if self._preparer is None:
+            self._backlog.admit(*jobs)
+        elif here := self._backlog.admit(*jobs, at_once=True):
+            self._backlog.bring_prepared([self._preparer.prepare(item) for item in here])
 
     # --- the others ---
 
     def _cancel(self, ticket: int) -> None:
         self._backlog.cancel(ticket)
         self._forget_ended()
-        self._place_waiting()
 
     def _reclaim(self, block: int, generation: int) -> None:
         if not self._segment.reclaim(block, generation):
             logger.warning(
                 "reclaim of block %d generation %d ignored: not ended, or stale", block, generation
             )
-        self._place_waiting()
 
     def _tick(self) -> None:
         """Look at the clock: deadlines of the backlog, and both limits of those that wait for space."""
@@ -215,7 +244,6 @@ class Intake:
             if entry.until_ns <= now_ns and entry.job.error is None:
                 self._backlog.fail(entry.job, ItemError(ErrorCode.SEGMENT_FULL))
         self._forget_ended()
-        self._place_waiting()
 
     def _forget_ended(self) -> None:
         """Jobs that failed while they waited for space need none."""

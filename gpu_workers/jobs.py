@@ -48,17 +48,17 @@ class Item:
     state: ItemState = ItemState.WAITING
     prepared: Prepared | None = None
     prepared_ns: int = 0  # CLOCK_MONOTONIC, when it began to wait for the device
+    order: tuple[int, int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Who goes first: the oldest deadline, then the older ticket, then the order in the request."""
+        self.order = (self.job.deadline_ns, self.job.ticket, self.index)
 
     @property
     def plan(self) -> ItemPlan:
         """What the item will become; only for items that are measured."""
         assert self.known_plan is not None, "the item is measured first"
         return self.known_plan
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """Who goes first: the oldest deadline, then the older ticket, then the order in the request."""
-        return (self.job.deadline_ns, self.job.ticket, self.index)
 
     @property
     def deadline_ns(self) -> int:
@@ -120,16 +120,29 @@ class Job:
     held_items: int = 0
     ready_items: int = 0  # length of the prefix of items whose rows are all in the block
     timings: Timings = field(default_factory=Timings)
+    unmeasured_items: int = 0
+    asked_faults: tuple[str, ...] = ()  # tests only: the fault points that its measured items ask for
 
     def add_item(self, media: MediaItem, plan: ItemPlan | None) -> None:
         """Append an item, and its plan if its header told it."""
-        state = ItemState.UNMEASURED if plan is None else ItemState.WAITING
-        self.items.append(Item(self, len(self.items), media, plan, state=state))
+        item = Item(self, len(self.items), media, None, state=ItemState.UNMEASURED)
+        self.items.append(item)
+        self.unmeasured_items += 1
+        if plan is not None:
+            self.set_plan(item, plan)
+
+    def set_plan(self, item: Item, plan: ItemPlan) -> None:
+        """The item's size is known."""
+        item.known_plan = plan
+        item.state = ItemState.WAITING
+        self.unmeasured_items -= 1
+        if plan.fault:
+            self.asked_faults += (plan.fault,)
 
     @property
     def is_measured(self) -> bool:
         """Whether every item's size is known."""
-        return all(item.known_plan is not None for item in self.items)
+        return self.unmeasured_items == 0
 
     def lay_out_rows(self) -> None:
         """Give every item its place: its rows follow those of the item before it."""
@@ -145,12 +158,6 @@ class Job:
             return 0
         last = self.items[-1]
         return last.row_start + last.plan.rows
-
-    @property
-    def asked_faults(self) -> tuple[str, ...]:
-        """Tests only: the fault points that its items ask for, as far as they are measured."""
-        plans = [item.known_plan for item in self.items if item.known_plan is not None]
-        return tuple(plan.fault for plan in plans if plan.fault)
 
     def block_metadata(self) -> BlockMetadata:
         """Whose rows are where, for the head of the block."""

@@ -30,59 +30,66 @@ class Publisher:
         self._faults = faults
         self._lock = threading.Lock()  # the ring has one producer, this worker has many threads
 
-    def shape_known(self, job: Job) -> None:
-        """The job's block is FILLING and its metadata run is written."""
-        self._publish(_record(job, CompletionKind.SHAPE_KNOWN))
+    def shapes_known(self, jobs: list[Job]) -> None:
+        """The jobs' blocks are FILLING and their metadata runs are written."""
+        self._publish([_record(job, CompletionKind.SHAPE_KNOWN) for job in jobs])
 
     def rows(self, job: Job, rows_ready: int) -> None:
         """The first rows_ready rows are in the block: readers may use them."""
         _block_of(job).publish_rows(rows_ready)
 
-    def ready(self, job: Job) -> None:
-        """All rows are in the block: the ticket ends well."""
-        self._faults.reach(FaultPoint.EXIT_BEFORE_READY, job.asked_faults)
-        _block_of(job).ready()
-        self._publish(_record(job, CompletionKind.READY))
-        self._faults.reach(FaultPoint.EXIT_AFTER_READY, job.asked_faults)
+    def ended(self, jobs: list[Job]) -> None:
+        """Each job has failed, or all its rows are in its block: its ticket ends."""
+        self._publish([self._end(job) for job in jobs], ended=len(jobs))
+        for job in jobs:
+            if job.error is None:
+                self._faults.reach(FaultPoint.EXIT_AFTER_READY, job.asked_faults)
 
-    def failed(self, job: Job) -> None:
-        """The job's error ends the ticket; a block that it has stays FAILED until control reclaims it."""
-        assert job.error is not None, "a job fails with an error"
+    def refused(self, ticket: int, error: ItemError, item_index: int = 0) -> None:
+        """A ticket that never became a job ends with this error."""
+        self._publish([_refusal(ticket, error, item_index)], ended=1)
+
+    def _end(self, job: Job) -> Completion:
+        """The last change of the job's block, and the record that tells of it."""
+        if job.error is None:
+            self._faults.reach(FaultPoint.EXIT_BEFORE_READY, job.asked_faults)
+            _block_of(job).ready()
+            return _record(job, CompletionKind.READY)
         logger.info("ticket %d item %d failed: %s", job.ticket, job.error_item, job.error)
         self._on_failed(job)
         if job.block is None:
-            self.refused(job.ticket, job.error, job.error_item)
-            return
+            return _refusal(job.ticket, job.error, job.error_item)
         job.block.fail()
-        self._publish(
-            _record(job, CompletionKind.FAILED)._replace(
-                error=job.error.code,
-                error_item=job.error_item,
-                error_value=job.error.value,
-                error_limit=job.error.limit,
-            )
+        return _record(job, CompletionKind.FAILED)._replace(
+            error=job.error.code,
+            error_item=job.error_item,
+            error_value=job.error.value,
+            error_limit=job.error.limit,
         )
 
-    def refused(self, ticket: int, error: ItemError, item_index: int = 0) -> None:
-        """A ticket that never got a block ends with this error."""
-        self._publish(
-            Completion(
-                CompletionKind.FAILED,
-                ticket,
-                block=NO_BLOCK,
-                error=error.code,
-                error_item=item_index,
-                error_value=error.value,
-                error_limit=error.limit,
-            )
-        )
-
-    def _publish(self, record: Completion) -> None:
+    def _publish(self, records: list[Completion], ended: int = 0) -> None:
+        """All together, so that control is woken once; so many of them end a ticket."""
+        if not records:
+            return
+        run = b"".join(record.pack() for record in records)
         with self._lock:
-            if record.kind is not CompletionKind.SHAPE_KNOWN:
-                self._link.count_completed()
-            if not self._link.completions.try_publish(record.pack()):
-                raise CompletionRingFull(f"no slot for ticket {record.ticket}")
+            if ended:
+                self._link.count_completed(ended)
+            if self._link.completions.try_publish_many(run) < len(records):
+                raise CompletionRingFull(f"no slot for ticket {records[-1].ticket}")
+
+
+def _refusal(ticket: int, error: ItemError, item_index: int) -> Completion:
+    """The end of a ticket that never got a block. A block that a job has stays FAILED until its reclaim."""
+    return Completion(
+        CompletionKind.FAILED,
+        ticket,
+        block=NO_BLOCK,
+        error=error.code,
+        error_item=item_index,
+        error_value=error.value,
+        error_limit=error.limit,
+    )
 
 
 def _block_of(job: Job) -> FillingBlock:

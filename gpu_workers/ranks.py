@@ -22,6 +22,8 @@ class HandedOut(NamedTuple):
 class Ranks(Protocol):
     """All ranks of a worker, as rank 0 sees them."""
 
+    answer_later: bool  # whether preprocess and answers may wait for another process
+
     def preprocess(self, item: Item) -> Prepared:
         """Decode and preprocess the item on the ranks that will forward it. ItemError. Any prepare thread."""
 
@@ -48,6 +50,8 @@ class NoAnswers:
 
 class Alone:
     """One process that is a worker by itself, or a rank that does what rank 0 planned."""
+
+    answer_later = False
 
     def __init__(self, family: Family) -> None:
         self._family = family

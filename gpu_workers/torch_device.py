@@ -44,6 +44,7 @@ class CpuDevice:
     """Works while it is asked; nothing is ever under way."""
 
     name = "cpu"
+    copies_overlap = False
     torch_device = torch.device("cpu")
 
     def mark(self) -> Mark:
@@ -87,6 +88,8 @@ class CudaDevice:
     The segment is pinned (cudaHostRegister on the mapping), so the copies are asynchronous and at full speed.
     Where pinning is refused they are slower and still right.
     """
+
+    copies_overlap = True
 
     def __init__(self, index: int, segment: Region) -> None:
         torch.cuda.set_device(index)

@@ -1,6 +1,9 @@
 """One worker from start to end: set up the process, map the regions, load the tower, run the threads.
 
-    intake ──▶ backlog ──▶ prepare-0..n ──▶ backlog ──▶ device (main) ──▶ deliver ──▶ backlog ──▶ publisher
+    intake ──▶ backlog ──▶ prepare-0..n ──▶ backlog ──▶ device (main) ──▶ backlog ──▶ publisher
+
+What costs less than a hand-over stays on its thread: intake prepares items that hardly need it, the device
+thread delivers rows that are there when the forward returns. Elsewhere a thread `deliver` stands behind it.
 
 Exit status: 0 finished (SIGTERM or DRAIN), 78 a configuration that can never work, 70 anything else. The root
 cause is the last line on stderr; before READY it is also left in the link for control.
@@ -10,13 +13,14 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 
 from gpu_workers.backlog import Backlog, BatchLimits
 from gpu_workers.config import parse_config
-from gpu_workers.deliver import Deliverer
+from gpu_workers.deliver import Deliverer, DeliverThread, EncodedBatch
 from gpu_workers.errors import ConfigurationError
 from gpu_workers.families.registry import Loaded
 from gpu_workers.faults import Faults
@@ -26,7 +30,7 @@ from gpu_workers.heart import Heart
 from gpu_workers.intake import Intake
 from gpu_workers.loading import load_working
 from gpu_workers.log import configure_logging
-from gpu_workers.prepare import PreparePool
+from gpu_workers.prepare import PreparePool, Preparer
 from gpu_workers.publish import Publisher
 from gpu_workers.rank import run_rank
 from gpu_workers.ranks import Ranks
@@ -142,7 +146,7 @@ def _start_threads(
     max_wait_ns = config.max_batch_wait_us * 1000
     limits = BatchLimits(config.max_batch_items, config.max_batch_patches, max_wait_ns)
     backlog = Backlog(publisher, limits, wake_intake=link.submissions.wake)
-    deliverer = Deliverer(backlog, device, heart)
+    preparer = Preparer(family, ranks, faults)
     intake = Intake(
         link,
         ArenaReader(regions.arena),
@@ -150,14 +154,24 @@ def _start_threads(
         family,
         backlog,
         publisher,
+        None if ranks.answer_later else preparer,
         heart,
         faults,
     )
     signal.signal(signal.SIGTERM, lambda _signal, _frame: intake.request_finish())
-    PreparePool(backlog, family, ranks, heart, faults).start(_prepare_threads(config))
-    deliverer.start()
+    PreparePool(backlog, preparer, heart).start(_prepare_threads(config))
     intake.start()
-    return DeviceLoop(backlog, family, device, deliverer, heart, faults, ranks)
+    deliver = _deliver(Deliverer(backlog, device, heart), behind=device.copies_overlap or ranks.answer_later)
+    return DeviceLoop(backlog, family, device, deliver, heart, faults, ranks)
+
+
+def _deliver(deliverer: Deliverer, *, behind: bool) -> Callable[[EncodedBatch], None]:
+    """What the device thread does with a batch: behind it, on a thread, or itself."""
+    if not behind:
+        return deliverer.deliver
+    thread = DeliverThread(deliverer)
+    thread.start()
+    return thread.put
 
 
 def _prepare_threads(config: WorkerConfig) -> int:

@@ -132,6 +132,9 @@ def header_store_state(segment: Buffer, offset: int, state: int) -> None:
 def header_store_rows_ready(segment: Buffer, offset: int, rows_ready: int) -> None:
     """Release-store rows_ready, bump change_seq, wake every waiter."""
 
+def header_finish(segment: Buffer, offset: int, rows_ready: int, state: int) -> None:
+    """Release-store rows_ready, then the state, bump change_seq once, wake every waiter."""
+
 def header_wait(segment: Buffer, offset: int, seen_change_seq: int, timeout_ns: int) -> bool:
     """Futex-wait (works on a read-only mapping) until change_seq differs from seen. False at the timeout."""
 

@@ -126,9 +126,9 @@ class WorkerLink:
         self._store(LINK_OLDEST_STEP_OFFSET, oldest_step_ns)
         self._store(LINK_HEARTBEAT_OFFSET, time.monotonic_ns())
 
-    def count_completed(self) -> None:
-        """One more job ended. Called by one thread at a time, like completions."""
-        self._completed += 1
+    def count_completed(self, count: int) -> None:
+        """So many more jobs ended. Called by one thread at a time, like completions."""
+        self._completed += count
         self._store(LINK_COMPLETED_OFFSET, self._completed)
 
     def publish_info(self, info: WorkerInfo) -> None:

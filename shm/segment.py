@@ -72,14 +72,21 @@ class FillingBlock:
     before ready(): what the pages held before belongs to somebody else.
     """
 
-    def __init__(self, writer: "SegmentWriter", block: int, header: BlockHeader, payload: memoryview) -> None:
+    __slots__ = (
+        "_rows_ready", "_writer", "block", "dim", "dtype", "generation", "metadata_bytes", "nbytes", "offset",
+        "payload", "rows",
+    )  # fmt: skip
+
+    def __init__(
+        self, writer: "SegmentWriter", block: int, header: BlockHeader, dtype: Dtype, payload: memoryview
+    ) -> None:
         self.block = block
         self.generation = header.generation
         self.offset = header.offset
         self.nbytes = header.nbytes
         self.rows = header.rows
         self.dim = header.dim
-        self.dtype = Dtype(header.dtype)
+        self.dtype = dtype
         self.metadata_bytes = header.metadata_bytes
         self.payload = payload
         self._writer = writer
@@ -95,12 +102,12 @@ class FillingBlock:
 
     def ready(self) -> None:
         """All rows are final."""
-        self.publish_rows(self.rows)
-        self._writer.finish(self, BlockState.READY)
+        self._rows_ready = self.rows
+        self._writer.finish(self, self.rows, BlockState.READY)
 
     def fail(self) -> None:
         """The rows will never come. Readers that wait get EncodeFailed."""
-        self._writer.finish(self, BlockState.FAILED)
+        self._writer.finish(self, self._rows_ready, BlockState.FAILED)
 
 
 class SegmentWriter:
@@ -113,15 +120,23 @@ class SegmentWriter:
     def __init__(self, region: Region) -> None:
         first = region.header.payload_offset
         self._region = region
+        self._memory = region.memory
+        self._view = region.view
         self._lock = threading.Lock()
         self._pages = PageRuns(first // PAGE_BYTES, (region.size_bytes - first) // PAGE_BYTES)
+        self._total_bytes = self._pages.statistics().total_bytes
         self._free_blocks = list(range(region.header.capacity - 1, -1, -1))
         self._generations = [0] * region.header.capacity
         self._live: dict[int, tuple[BlockState, int]] = {}  # block -> state, where its run begins
 
+    @property
+    def total_bytes(self) -> int:
+        """Of all payload pages, free or not."""
+        return self._total_bytes
+
     def fits(self, payload_nbytes: int, metadata_bytes: int) -> bool:
         """Whether an empty segment could hold this; if not, no reclaim ever helps."""
-        return page_align(metadata_bytes) + page_align(payload_nbytes) <= self._pages.statistics().total_bytes
+        return page_align(metadata_bytes) + page_align(payload_nbytes) <= self._total_bytes
 
     def allocate(
         self, payload_nbytes: int, rows: int, dim: int, dtype: Dtype, metadata: bytes
@@ -132,7 +147,8 @@ class SegmentWriter:
         """
         if rows < 1 or dim < 1 or rows * dim * dtype.itemsize != payload_nbytes:
             raise ValueError(f"{rows} x {dim} {dtype.label} is not {payload_nbytes} bytes")
-        run_bytes = page_align(len(metadata)) + page_align(payload_nbytes)
+        metadata_pages = page_align(len(metadata))
+        run_bytes = metadata_pages + page_align(payload_nbytes)
         claimed = self._claim(run_bytes)
         if claimed is None:
             return None
@@ -141,7 +157,7 @@ class SegmentWriter:
             state=BlockState.FILLING,
             change_seq=0,
             generation=generation,
-            offset=run + page_align(len(metadata)),
+            offset=run + metadata_pages,
             nbytes=payload_nbytes,
             rows=rows,
             dim=dim,
@@ -152,9 +168,9 @@ class SegmentWriter:
             run_bytes=run_bytes,
         )
         self._write_run_edges(run, header, metadata)
-        _core.header_store(self._region.memory, block_header_offset(block), header.pack())
-        payload = self._region.view[header.offset : header.offset + payload_nbytes]
-        return FillingBlock(self, block, header, payload)
+        _core.header_store(self._memory, block_header_offset(block), header.pack())
+        payload = self._view[header.offset : header.offset + payload_nbytes]
+        return FillingBlock(self, block, header, dtype, payload)
 
     def reclaim(self, block: int, generation: int) -> bool:
         """Free a block that is READY or FAILED at this generation; else nothing happens, and False."""
@@ -163,8 +179,8 @@ class SegmentWriter:
             if live is None or live[0] is BlockState.FILLING or self._generations[block] != generation:
                 return False
             # RETIRED first: a reader that comes now sees that it is late before the pages can change owner.
-            _core.header_store_state(self._region.memory, block_header_offset(block), BlockState.RETIRED)
-            _core.header_store_state(self._region.memory, block_header_offset(block), BlockState.FREE)
+            _core.header_store_state(self._memory, block_header_offset(block), BlockState.RETIRED)
+            _core.header_store_state(self._memory, block_header_offset(block), BlockState.FREE)
             del self._live[block]
             self._pages.free(live[1])
             self._free_blocks.append(block)
@@ -187,16 +203,17 @@ class SegmentWriter:
 
     def store_rows_ready(self, filling: FillingBlock, count: int) -> None:
         """For FillingBlock. PAIRS: header_load in the readers."""
-        _core.header_store_rows_ready(self._region.memory, block_header_offset(filling.block), count)
+        _core.header_store_rows_ready(self._memory, block_header_offset(filling.block), count)
 
-    def finish(self, filling: FillingBlock, state: BlockState) -> None:
+    def finish(self, filling: FillingBlock, rows_ready: int, state: BlockState) -> None:
         """For FillingBlock: its last state before the reclaim. ValueError the second time."""
+        block = filling.block
         with self._lock:
-            live_state, run = self._live.get(filling.block, (BlockState.FREE, 0))
-            if live_state is not BlockState.FILLING or self._generations[filling.block] != filling.generation:
-                raise ValueError(f"block {filling.block} is not being filled any more")
-            self._live[filling.block] = (state, run)
-            _core.header_store_state(self._region.memory, block_header_offset(filling.block), state)
+            live_state, run = self._live.get(block, (BlockState.FREE, 0))
+            if live_state is not BlockState.FILLING or self._generations[block] != filling.generation:
+                raise ValueError(f"block {block} is not being filled any more")
+            self._live[block] = (state, run)
+            _core.header_finish(self._memory, block_header_offset(block), rows_ready, state)
 
     def _claim(self, run_bytes: int) -> tuple[int, int, int] | None:
         """(block, its new generation, where its run begins), or None when full."""
@@ -213,10 +230,8 @@ class SegmentWriter:
 
     def _write_run_edges(self, run: int, header: BlockHeader, metadata: bytes) -> None:
         """Metadata, and zeros where the run is neither metadata nor payload: others had these pages."""
-        view = self._region.view
-        metadata_end = run + len(metadata)
-        view[run:metadata_end] = metadata
-        view[metadata_end : header.offset] = bytes(header.offset - metadata_end)
+        view = self._view
+        view[run : header.offset] = metadata.ljust(header.offset - run, b"\0")
         payload_end = header.offset + header.nbytes
         run_end = run + header.run_bytes
         view[payload_end:run_end] = bytes(run_end - payload_end)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -41,8 +42,7 @@ class FamilyInfo:
         return self.other_dims.get(modality, self.dim)
 
 
-@dataclass(frozen=True, slots=True)
-class MediaItem:
+class MediaItem(msgspec.Struct, frozen=True):
     """One item as it came: read-only bytes in the input arena, valid until its ticket has ended.
 
     files: the one file of kind "media" or "processed", or the pictures of kind "frames", at least one, none
@@ -52,7 +52,7 @@ class MediaItem:
     modality: str
     files: tuple[memoryview, ...]
     kind: ItemKind = "media"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
     @property
     def data(self) -> memoryview:
@@ -60,14 +60,14 @@ class MediaItem:
         return self.files[0]
 
 
-@dataclass(frozen=True, slots=True)
-class ItemPlan:
+class ItemPlan(msgspec.Struct, frozen=True):
     """What an item will become, before its preprocessing.
 
     rows: embeddings. grids: [[t, h, w], ...] in patches. width, height: of the upright picture or of one
     frame, in pixels. cost_patches: what the forward costs, in the unit of max_batch_patches. aux: what the
     language model needs beside the rows. media_plan: what the media's reader found out about the file, for
-    preprocess to go on from; only the family knows its type.
+    preprocess to go on from; only the family knows its type. prepares_at_once: preprocessing costs less than
+    its hand-over to another thread would.
     """
 
     rows: int
@@ -76,12 +76,12 @@ class ItemPlan:
     height: int
     cost_patches: int
     fault: str = ""  # tests only: the fault point this item asks for (stub tower)
-    aux: ItemAux = field(default_factory=ItemAux)
+    aux: ItemAux = ItemAux()
     media_plan: object = None
+    prepares_at_once: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """An item ready for the device: the processor's outputs by the name of the tower's argument.
 
     batch_key: only items of the same key share a forward; empty means that the modality is the key.
@@ -89,7 +89,7 @@ class Prepared:
 
     modality: str
     plan: ItemPlan
-    features: dict[str, Features] = field(default_factory=dict)
+    features: dict[str, Features] = msgspec.field(default_factory=dict)
     batch_key: str = ""
 
 

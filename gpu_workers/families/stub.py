@@ -37,17 +37,27 @@ def stub_rows(data: bytes) -> npt.NDArray[np.float32]:
     Element i (row-major) is splitmix64(seed + (i + 1) * 0x9E3779B97F4A7C15), seed being the first 8 bytes
     (little-endian) of sha256(data); its upper 24 bits, divided by 2**23, minus 1, are a float32 in [-1, 1).
     """
-    element_count = _directives(memoryview(data)).rows * STUB_DIM
-    seed = np.frombuffer(hashlib.sha256(data).digest(), dtype="<u8", count=1)
-    counters = np.arange(1, element_count + 1, dtype=np.uint64)
-    mixed = seed + counters * np.uint64(0x9E3779B97F4A7C15)
+    [rows] = _rows_of([data], [_directives(memoryview(data)).rows])
+    return rows
+
+
+def _rows_of(items: list[bytes], row_counts: list[int]) -> list[npt.NDArray[np.float32]]:
+    """stub_rows of every item, computed together."""
+    seeds = np.frombuffer(b"".join(hashlib.sha256(item).digest()[:8] for item in items), dtype="<u8")
+    element_counts = np.array(row_counts) * STUB_DIM
+    ends = np.cumsum(element_counts)
+    counters = np.arange(1, int(ends[-1]) + 1, dtype=np.uint64)
+    counters -= np.repeat((ends - element_counts).astype(np.uint64), element_counts)
+    mixed = np.repeat(seeds, element_counts) + counters * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
-    rows: npt.NDArray[np.float32] = (mixed >> np.uint64(40)).astype(np.float32)
-    rows /= np.float32(1 << 23)
-    rows -= np.float32(1)
-    return rows.reshape(-1, STUB_DIM)
+    elements: npt.NDArray[np.float32] = (mixed >> np.uint64(40)).astype(np.float32)
+    elements /= np.float32(1 << 23)
+    elements -= np.float32(1)
+    rows = elements.reshape(-1, STUB_DIM)
+    starts = [end // STUB_DIM for end in ends.tolist()]
+    return [rows[end - count : end] for end, count in zip(starts, row_counts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +68,13 @@ class _Directives:
     fault: str = ""
 
 
+_NO_DIRECTIVES: Final = _Directives()
+
+
 def _directives(data: memoryview) -> _Directives:
     """What the item asks for. ItemError for a directive that makes no sense."""
     if bytes(data[: len(_PREFIX)]) != _PREFIX:
-        return _Directives()
+        return _NO_DIRECTIVES
     words = bytes(data[len(_PREFIX) : _MAX_DIRECTIVES_BYTES]).decode("ascii", errors="replace").split()
     pairs = dict(word.split("=", 1) for word in words if "=" in word)
     return _Directives(
@@ -93,12 +106,12 @@ class StubFamily:
 
     def inspect(self, item: MediaItem) -> ItemPlan | None:
         """From the directives alone."""
-        return None if _directives(item.data).measure else self.measure(item)
+        asked = _directives(item.data)
+        return None if asked.measure else _plan(asked)
 
     def measure(self, item: MediaItem) -> ItemPlan:
         """From the directives too."""
-        asked = _directives(item.data)
-        return ItemPlan(asked.rows, [[1, asked.rows, 1]], 1, 1, asked.rows, asked.fault)
+        return _plan(_directives(item.data))
 
     def preprocess(self, item: MediaItem, plan: ItemPlan) -> Prepared:
         """A copy of the bytes: the arena is not read during the forward."""
@@ -107,5 +120,26 @@ class StubFamily:
     def forward(self, batch: list[Prepared]) -> list[Rows]:
         """stub_rows of each item, after as long as the slowest of them asks for."""
         items = [bytes(prepared.features["data"]) for prepared in batch]
-        time.sleep(max(_directives(memoryview(item)).forward_ms for item in items) / 1000)
-        return [stub_rows(item) for item in items]
+        asked = [_asked_in(prepared.plan) for prepared in batch]
+        forward_ms = max(its.forward_ms for its in asked)
+        if forward_ms:
+            time.sleep(forward_ms / 1000)
+        return list(_rows_of(items, [its.rows for its in asked]))
+
+
+def _asked_in(plan: ItemPlan) -> _Directives:
+    assert isinstance(plan.media_plan, _Directives), "inspect or measure made the plan"
+    return plan.media_plan
+
+
+def _plan(asked: _Directives) -> ItemPlan:
+    return ItemPlan(
+        asked.rows,
+        [[1, asked.rows, 1]],
+        1,
+        1,
+        asked.rows,
+        asked.fault,
+        media_plan=asked,
+        prepares_at_once=True,
+    )

@@ -102,6 +102,13 @@ void block_store_rows_ready(struct block_header *header, uint32_t rows_ready)
     announce(header);
 }
 
+void block_finish(struct block_header *header, uint32_t rows_ready, uint32_t state)
+{
+    /* PAIRS: header.rows_ready. The rows before their count. */
+    atomic_store_explicit(&header->rows_ready, rows_ready, memory_order_release);
+    block_store_state(header, state);
+}
+
 int block_wait(const struct block_header *header, uint32_t seen, int64_t deadline_ns)
 {
     /* PAIRS: header.change_seq. The change that the number announces is visible to the caller. */

@@ -120,6 +120,8 @@ bool block_load(const struct block_header *header, struct block_fields *fields);
 void block_store(struct block_header *header, const struct block_fields *fields);
 void block_store_state(struct block_header *header, uint32_t state);
 void block_store_rows_ready(struct block_header *header, uint32_t rows_ready);
+/* Both, with one wake: the last rows and the state that the block has from now on. */
+void block_finish(struct block_header *header, uint32_t rows_ready, uint32_t state);
 
 /* Until change_seq differs from seen: 0. ETIMEDOUT, EINTR or another errno otherwise. */
 int block_wait(const struct block_header *header, uint32_t seen, int64_t deadline_ns);

@@ -175,6 +175,24 @@ static PyObject *header_store_rows_ready(PyObject *Py_UNUSED(module), PyObject *
     Py_RETURN_NONE;
 }
 
+static PyObject *header_finish(PyObject *Py_UNUSED(module), PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"segment", "offset", "rows_ready", "state", NULL};
+    PyObject *segment;
+    Py_ssize_t offset;
+    uint32_t rows_ready, state;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OO&O&O&:header_finish", names, &segment, convert_offset,
+                                     &offset, convert_u32, &rows_ready, convert_u32, &state))
+        return NULL;
+    Py_buffer view;
+    struct block_header *header = open_header(segment, PyBUF_WRITABLE, offset, &view);
+    if (header == NULL)
+        return NULL;
+    block_finish(header, rows_ready, state);
+    PyBuffer_Release(&view);
+    Py_RETURN_NONE;
+}
+
 /* block_wait without the GIL; signals are handled on the way (EINTR: a handler raised). */
 static int wait_without_gil(const struct block_header *header, uint32_t seen, int64_t timeout_ns)
 {
@@ -392,6 +410,7 @@ static PyMethodDef functions[] = {
     WITH_KEYWORDS(header_store),
     WITH_KEYWORDS(header_store_state),
     WITH_KEYWORDS(header_store_rows_ready),
+    WITH_KEYWORDS(header_finish),
     WITH_KEYWORDS(header_wait),
     WITH_KEYWORDS(word_load),
     WITH_KEYWORDS(word_store),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from gpu_workers.backlog import Backlog, BatchLimits, EncodeResult
+from gpu_workers.backlog import Backlog, BatchLimits, EncodeResult, PrepareResult
 from gpu_workers.errors import CompletionRingFull, ItemError
 from gpu_workers.families.base import ItemPlan, MediaItem, Prepared
 from gpu_workers.faults import Faults
@@ -39,11 +39,11 @@ class Bench:
     def backlog(self, max_items: int = 8, max_patches: int = 100, max_wait_ns: int = 0) -> Backlog:
         return Backlog(self.publisher, BatchLimits(max_items, max_patches, max_wait_ns), self.woken.set)
 
-    def job(self, ticket: int, *patches: int, deadline_ns: int = FAR_NS) -> Job:
+    def job(self, ticket: int, *patches: int, deadline_ns: int = FAR_NS, at_once: bool = False) -> Job:
         """A job with one item of one row for each number of patches."""
         job = Job(ticket, deadline_ns, "image")
         for cost in patches:
-            job.add_item(MEDIA, ItemPlan(1, [[1, 1, 1]], 1, 1, cost))
+            job.add_item(MEDIA, ItemPlan(1, [[1, 1, 1]], 1, 1, cost, prepares_at_once=at_once))
         job.lay_out_rows()
         job.block = self.writer.allocate(job.rows * DIM * 4, job.rows, DIM, Dtype.FLOAT32, b"")
         return job
@@ -85,7 +85,7 @@ def prepare(backlog: Backlog) -> Item:
     """Take the next item and bring it back prepared."""
     item = backlog.take_to_prepare()
     assert item is not None
-    backlog.bring_prepared(item, Prepared("image", item.plan), 1)
+    backlog.bring_prepared([PrepareResult(item, Prepared("image", item.plan), 1)])
     return item
 
 
@@ -132,6 +132,35 @@ def test_an_item_over_the_bound_is_prepared_alone(bench: Bench) -> None:
     assert prepare(backlog).cost_patches == 5000
 
 
+def test_items_not_worth_a_hand_over_are_taken_by_whoever_admits_them(bench: Bench) -> None:
+    backlog = bench.backlog(max_patches=10)
+    jobs = [bench.job(ticket, 8, at_once=True) for ticket in range(3)] + [bench.job(3, 1)]
+    backlog.open(*jobs)
+    taken = backlog.admit(*jobs, at_once=True)
+    assert [item.job.ticket for item in taken] == [0, 1]  # the third would be over the bound of two batches
+    assert backlog.statistics()["waiting_items"] == 2
+    backlog.bring_prepared([PrepareResult(item, Prepared("image", item.plan), 1) for item in taken])
+    assert [item.job.ticket for item in batch(backlog)] == [0]
+    assert [prepare(backlog).job.ticket for _ in range(2)] == [2, 3]
+
+
+def test_of_items_prepared_together_the_bad_one_fails_alone(bench: Bench) -> None:
+    backlog = bench.backlog()
+    jobs = [bench.job(ticket, 1, at_once=True) for ticket in range(3)]
+    backlog.open(*jobs)
+    good, bad, also_good = backlog.admit(*jobs, at_once=True)
+    backlog.bring_prepared(
+        [
+            PrepareResult(good, Prepared("image", good.plan)),
+            PrepareResult(bad, ItemError(ErrorCode.TRUNCATED)),
+            PrepareResult(also_good, Prepared("image", also_good.plan)),
+        ]
+    )
+    deliver(backlog, batch(backlog))
+    ends = {record.ticket: record.error for record in bench.records()}
+    assert ends == {0: 0, 1: ErrorCode.TRUNCATED, 2: 0}
+
+
 def test_a_job_is_ready_when_its_last_item_is(bench: Bench) -> None:
     backlog = bench.backlog(max_items=1)
     job = bench.job(1, 1, 1)
@@ -169,8 +198,8 @@ def test_a_failed_job_ends_only_when_nobody_holds_an_item_of_it(bench: Bench) ->
     decoding = backlog.take_to_prepare()
     bad = backlog.take_to_prepare()
     assert decoding is not None and bad is not None  # noqa: PT018
-    backlog.drop_unprepared(bad, ItemError(ErrorCode.TRUNCATED, 1, 2))
-    backlog.bring_prepared(decoding, Prepared("image", decoding.plan), 1)
+    backlog.bring_prepared([PrepareResult(bad, ItemError(ErrorCode.TRUNCATED, 1, 2))])
+    backlog.bring_prepared([PrepareResult(decoding, Prepared("image", decoding.plan), 1)])
     assert bench.records() == []
     assert bench.block_state(job) is BlockState.FILLING
     deliver(backlog, on_the_device)
@@ -290,7 +319,7 @@ def test_a_job_that_cannot_be_measured_fails_without_a_block(bench: Bench) -> No
     backlog.open(job)
     bad, good = backlog.take_to_prepare(), backlog.take_to_prepare()
     assert bad is not None and good is not None  # noqa: PT018
-    backlog.drop_unprepared(bad, ItemError(ErrorCode.TRUNCATED))
+    backlog.bring_prepared([PrepareResult(bad, ItemError(ErrorCode.TRUNCATED))])
     assert bench.records() == []  # the other one is still held
     backlog.bring_measured(good, ItemPlan(1, [[1, 1, 1]], 1, 1, 1), 1)
     [record] = bench.records()

@@ -63,7 +63,7 @@ def device_loop(link: WorkerLink, family: StubFamily, device: PlainDevice) -> De
     faults = Faults([])
     backlog = Backlog(Publisher(link, faults), BatchLimits(64, 100_000), lambda: None)
     heart = Heart(link)
-    return DeviceLoop(backlog, family, device, Deliverer(backlog, device, heart), heart, faults)
+    return DeviceLoop(backlog, family, device, Deliverer(backlog, device, heart).deliver, heart, faults)
 
 
 def prepared_items(family: StubFamily, *contents: bytes) -> list[Item]:
@@ -128,8 +128,8 @@ def test_a_sticky_error_is_not_retried(link: WorkerLink) -> None:
 def test_rows_that_are_not_as_planned_fail_their_item(link: WorkerLink) -> None:
     family = StubFamily()
     [item] = prepared_items(family, b"stub rows=4")
-    assert item.prepared is not None
-    item.prepared.features["data"] = b"stub rows=5"
+    [other] = prepared_items(family, b"stub rows=5")
+    item.prepared = other.prepared
     assert codes(device_loop(link, family, PlainDevice()).encode([item])) == [ErrorCode.FORWARD_FAILED]
 
 

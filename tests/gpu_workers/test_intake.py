@@ -100,6 +100,7 @@ def test_a_queued_ticket_can_be_cancelled(start_worker: StartWorker) -> None:
     worker = start_worker(max_batch_items=1)
     worker.submit(b"stub fault=hang-in-forward")  # older, so the device takes it first, and for good
     queued = worker.submit(b"queued")
+    worker.shape_of(queued)
     worker.cancel(queued)
     outcome = worker.outcome_of(queued)
     assert_failed(outcome, ErrorCode.CANCELLED)

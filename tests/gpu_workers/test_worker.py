@@ -124,6 +124,7 @@ def test_a_worker_told_to_end_finishes_what_it_has(worker: Harness, ending: str)
     for ticket, item in zip(tickets, items, strict=True):
         assert np.array_equal(worker.rows(worker.outcome_of(ticket).end), stub_rows(item))
     assert worker.wait_exit() == 0
+    assert worker.control.state() is WorkerState.DRAINING
 
 
 def test_an_interrupt_from_the_terminal_is_controls_affair(worker: Harness) -> None:

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from shm._core import header_load, header_store, header_store_rows_ready, header_store_state, header_wait
+from shm._core import (
+    header_finish,
+    header_load,
+    header_store,
+    header_store_rows_ready,
+    header_store_state,
+    header_wait,
+)
 from shm.layout import BlockHeader, BlockState
 from tests.shm.processes import A_LONG_TIME_NS, forked
 
@@ -76,6 +83,12 @@ def test_state_and_rows_ready_change_alone_and_bump_the_number(segment: Segment)
     assert segment.load() == numbered(5, BlockState.READY)._replace(rows_ready=3, change_seq=4)
 
 
+def test_the_last_rows_and_the_state_come_as_one_change(segment: Segment) -> None:
+    header_store(segment.writable, OFFSET, numbered(5).pack())
+    header_finish(segment.writable, OFFSET, rows_ready=5, state=BlockState.READY)
+    assert segment.load() == numbered(5, BlockState.READY)._replace(rows_ready=5, change_seq=3)
+
+
 def test_the_change_number_passes_the_end_of_32_bits(segment: Segment) -> None:
     segment.writable[OFFSET + 4 : OFFSET + 8] = b"\xff" * 4
     header_store_state(segment.writable, OFFSET, BlockState.READY)
@@ -88,6 +101,8 @@ def test_a_reader_cannot_store(segment: Segment) -> None:
     with pytest.raises(BufferError):
         header_store_rows_ready(segment.read_only, OFFSET, 1)
     with pytest.raises(BufferError):
+        header_finish(segment.read_only, OFFSET, 1, BlockState.READY)
+    with pytest.raises(BufferError):
         header_store(segment.read_only, OFFSET, numbered(1).pack())
 
 
@@ -98,6 +113,7 @@ def test_a_header_outside_the_segment_or_unaligned_is_refused(segment: Segment, 
         lambda: header_store(segment.writable, offset, numbered(1).pack()),
         lambda: header_store_state(segment.writable, offset, 1),
         lambda: header_store_rows_ready(segment.writable, offset, 1),
+        lambda: header_finish(segment.writable, offset, 1, 1),
         lambda: header_wait(segment.read_only, offset, 1, 0),
     ):
         with pytest.raises(ValueError, match=r"offset|inside|aligned"):

@@ -51,7 +51,7 @@ def test_work_goes_round_between_two_processes(region: Region, eventfd: int) -> 
             submission = Submission.unpack(slot)
             completion = Completion(CompletionKind.READY, submission.ticket, block=submission.block)
             assert link.completions.try_publish(completion.pack())
-            link.count_completed()
+            link.count_completed(1)
 
     with forked(work) as child:
         assert control.submissions.try_publish(Submission(SubmissionKind.ENCODE, ticket=77, block=5).pack())
