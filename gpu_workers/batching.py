@@ -10,9 +10,11 @@ takes 1 + log2(n) forwards in place of one. What its share leaves free in a batc
 so throughput falls only while such a job is alone. Jobs whose readers wait for READY keep to no share.
 """
 
-from collections import Counter
 from collections.abc import Iterable
-from typing import Protocol, TypeVar
+from operator import attrgetter
+from typing import Final, Protocol, TypeVar
+
+_ORDER: Final = attrgetter("order")
 
 
 class Batchable(Protocol):
@@ -46,16 +48,18 @@ def next_batch(waiting: Iterable[Candidate], max_items: int, max_patches: int) -
     """The items of the next forward, oldest first; empty only if nothing waits."""
     batch: list[Candidate] = []
     patches = 0
-    taken: Counter[int] = Counter()  # items of each job in the batch
-    for candidate in sorted(waiting, key=lambda item: item.order):
-        if batch and candidate.batch_key != batch[0].batch_key:
+    batch_key = ""
+    taken: dict[int, int] = {}  # items of each job in the batch
+    for candidate in sorted(waiting, key=_ORDER):
+        if not batch:
+            batch_key = candidate.batch_key
+        elif candidate.batch_key != batch_key or patches + candidate.cost_patches > max_patches:
             continue
-        if taken[candidate.job_key] >= candidate.job_share:
-            continue
-        if batch and patches + candidate.cost_patches > max_patches:
+        of_its_job = taken.get(candidate.job_key, 0)
+        if of_its_job and of_its_job >= candidate.job_share:
             continue
         batch.append(candidate)
-        taken[candidate.job_key] += 1
+        taken[candidate.job_key] = of_its_job + 1
         patches += candidate.cost_patches
         if len(batch) == max_items:
             break

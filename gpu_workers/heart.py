@@ -6,8 +6,6 @@ Control replaces a worker whose oldest step is too old, so whatever could hang h
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Self
 
@@ -22,8 +20,7 @@ class Heart:
     def __init__(self, link: WorkerLink) -> None:
         self._link = link
         self._lock = threading.Lock()
-        self._next_step = 0
-        self._started_ns: dict[int, int] = {}
+        self._started_ns: dict[Step, int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat_until_stopped, name="heart", daemon=True)
 
@@ -38,18 +35,9 @@ class Heart:
         self._stop.set()
         self._thread.join()
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Mark the work inside as one step. Any thread."""
-        with self._lock:
-            step = self._next_step
-            self._next_step += 1
-            self._started_ns[step] = time.monotonic_ns()
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._started_ns[step]
+    def step(self) -> "Step":
+        """Mark the work inside `with` as one step. Any thread."""
+        return Step(self._lock, self._started_ns)
 
     def _beat_until_stopped(self) -> None:
         while not self._stop.wait(_BEAT_SECONDS):
@@ -59,3 +47,23 @@ class Heart:
         with self._lock:
             oldest_step_ns = min(self._started_ns.values(), default=0)
         self._link.heartbeat(oldest_step_ns)
+
+
+class Step:
+    """Work under way while it is entered."""
+
+    __slots__ = ("_lock", "_started_ns")
+
+    def __init__(self, lock: threading.Lock, started_ns: dict["Step", int]) -> None:
+        self._lock = lock
+        self._started_ns = started_ns
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._started_ns[self] = time.monotonic_ns()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            del self._started_ns[self]

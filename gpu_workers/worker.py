@@ -9,6 +9,7 @@ Exit status: 0 finished (SIGTERM or DRAIN), 78 a configuration that can never wo
 cause is the last line on stderr; before READY it is also left in the link for control.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -80,6 +81,7 @@ def _run(config: WorkerConfig) -> int:
             return _give_up(link, f"{type(error).__name__}: {error}", EXIT_SOFTWARE)
         load_ms = (time.monotonic_ns() - started_ns) // 1_000_000
         device_loop = _start_threads(config, regions, link, loaded, ranks, heart, faults)
+        gc.freeze()  # what loading left stays for good: a full collection would only stop all threads for it
         _announce(link, loaded, load_ms)
         run_or_exit(device_loop.run)
     logger.info("finished")

@@ -29,6 +29,16 @@ _MAX_ROWS: Final = 1 << 20
 _MAX_FORWARD_MS: Final = 600_000
 _PREFIX: Final = b"stub "
 _MAX_DIRECTIVES_BYTES: Final = 4096
+# splitmix64, and what makes a float in [-1, 1) of its upper 24 bits
+_GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
+_MIX: Final = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
+_LAST_SHIFT: Final = np.uint64(31)
+_SPARE_BITS: Final = np.uint64(40)
+_HALF_RANGE: Final = np.float32(1 << 23)
+_ONE: Final = np.float32(1)
 
 
 def stub_rows(data: bytes) -> npt.NDArray[np.float32]:
@@ -42,22 +52,26 @@ def stub_rows(data: bytes) -> npt.NDArray[np.float32]:
 
 
 def _rows_of(items: list[bytes], row_counts: list[int]) -> list[npt.NDArray[np.float32]]:
-    """stub_rows of every item, computed together."""
-    seeds = np.frombuffer(b"".join(hashlib.sha256(item).digest()[:8] for item in items), dtype="<u8")
-    element_counts = np.array(row_counts) * STUB_DIM
-    ends = np.cumsum(element_counts)
-    counters = np.arange(1, int(ends[-1]) + 1, dtype=np.uint64)
-    counters -= np.repeat((ends - element_counts).astype(np.uint64), element_counts)
-    mixed = np.repeat(seeds, element_counts) + counters * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    elements: npt.NDArray[np.float32] = (mixed >> np.uint64(40)).astype(np.float32)
-    elements /= np.float32(1 << 23)
-    elements -= np.float32(1)
-    rows = elements.reshape(-1, STUB_DIM)
-    starts = [end // STUB_DIM for end in ends.tolist()]
-    return [rows[end - count : end] for end, count in zip(starts, row_counts, strict=True)]
+    """stub_rows of every item; those of items of one size are computed together."""
+    rows: dict[int, npt.NDArray[np.float32]] = {}
+    for row_count in set(row_counts):
+        places = [place for place, count in enumerate(row_counts) if count == row_count]
+        rows.update(zip(places, _equal_rows([items[place] for place in places], row_count), strict=True))
+    return [rows[place] for place in range(len(items))]
+
+
+def _equal_rows(items: list[bytes], row_count: int) -> npt.NDArray[np.float32]:
+    """Of items that all have row_count rows: (items, row_count, STUB_DIM)."""
+    seeds = np.frombuffer(b"".join([hashlib.sha256(item).digest()[:8] for item in items]), dtype="<u8")
+    mixed = np.arange(1, row_count * STUB_DIM + 1, dtype=np.uint64) * _GAMMA + seeds[:, np.newaxis]
+    for shift, factor in _MIX:
+        mixed ^= mixed >> shift
+        mixed *= factor
+    mixed ^= mixed >> _LAST_SHIFT
+    elements: npt.NDArray[np.float32] = (mixed >> _SPARE_BITS).astype(np.float32)
+    elements /= _HALF_RANGE
+    elements -= _ONE
+    return elements.reshape(len(items), row_count, STUB_DIM)
 
 
 @dataclass(frozen=True, slots=True)
