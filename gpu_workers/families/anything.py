@@ -46,6 +46,11 @@ def load(config: WorkerConfig, device: torch.device, model_type: str) -> Compose
         device=device,
         trust_remote_code=config.trust_remote_code,
     )
+    return compose_tried(config, model, model_type)
+
+
+def compose_tried(config: WorkerConfig, model: PreTrainedModel, model_type: str) -> ComposedFamily:
+    """The family of a loaded model. ConfigurationError that names what is missing."""
     loaders: dict[str, Callable[[], Part]] = {}
     if hasattr(model, _PICTURES):
         loaders["image"] = partial(_load_pictures, config, model)
