@@ -19,6 +19,7 @@ _LANGUAGE_MODULES: Final = frozenset(
     ("language_model", "text_model", "lm_head", "talker", "code2wav", "token2wav", "code_predictor")
 )
 _CONTAINERS: Final = ("model", "thinker")  # modules that hold towers beside a language model
+_OWN_CODE: Final = "transformers_modules."  # where transformers puts the code of checkpoints
 # A "model" without any of these is a language model.
 _TOWERS: Final = ("visual", "vision_tower", "vision_model", "audio_tower")
 
@@ -87,6 +88,8 @@ def _without_language_model(model_class: type[PreTrainedModel]) -> type[PreTrain
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
             _drop_language_model(self)
+            if model_class.__module__.startswith(_OWN_CODE):
+                _drop_token_embeddings(self, _token_embeddings(self))
 
         def tie_weights(self, *args: Any, **kwargs: Any) -> None:
             """Only the language model has tied weights."""
@@ -112,3 +115,23 @@ def _drop_language_model(module: nn.Module) -> None:
             setattr(module, name, nn.Identity())
         elif name in _CONTAINERS:
             _drop_language_model(child)
+
+
+def _token_embeddings(model: PreTrainedModel) -> nn.Module | None:
+    """What is left of them after the language model went by its name; None if nothing is."""
+    try:
+        found = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return found if isinstance(found, nn.Embedding) else None
+
+
+def _drop_token_embeddings(module: nn.Module, embeddings: nn.Module | None) -> None:
+    """Drop the module that has them, under whatever name, if it has no tower beside them."""
+    for name, child in list(module.named_children()):
+        if embeddings is None or all(one is not embeddings for one in child.modules()):
+            continue
+        if any(hasattr(child, tower) for tower in _TOWERS):
+            _drop_token_embeddings(child, embeddings)
+        else:
+            setattr(module, name, nn.Identity())

@@ -48,6 +48,9 @@ class ItemAux(msgspec.Struct, frozen=True, omit_defaults=True):
     video_timestamps: list[float] | None = None  # seconds, one for each temporal patch
     second_per_grid_ts: float | None = None  # seconds from one temporal patch to the next
     audio_feature_length: int | None = None  # mel frames that went into the tower, padding not counted
+    # Of a video with sound, whose last sum(segment_lens) rows are its sound and the others its frames:
+    video_audio_segment_lens: list[int] | None = None  # rows of sound, for each temporal patch in turn
+    video_audio_feature_length: int | None = None  # rows of the whole track, before it was cut to the patches
 
 
 class ItemRows(msgspec.Struct, frozen=True, array_like=True):

@@ -39,6 +39,8 @@ RECIPES: Final = {
     "glm46v": f"{_HERE}.grids:glm46v",
     "glm_ocr": f"{_HERE}.grids:glm_ocr",
     "kimi_k25": f"{_HERE}.grids:kimi_k25",
+    "kimi_vl": f"{_HERE}.own_code:kimi_vl",
+    "mimo_v2": f"{_HERE}.own_code:mimo_v2",
 }
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
+from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ SIZES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a recipe gives: the model's class and config, and the processor beside it."""
+    """What a recipe gives: the model's class and config, and the processor beside it, or a part of one."""
 
     model_class: type[PreTrainedModel]
     config: Any
-    processor: ProcessorMixin
+    processor: ProcessorMixin | BaseImageProcessor | PreTrainedTokenizerFast
 
 
 Recipe: TypeAlias = Callable[[Size], Draft]

@@ -7,7 +7,9 @@ import json
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
 
 from gpu_workers.device import Device, PlainDevice
 from gpu_workers.errors import ConfigurationError
@@ -44,6 +46,10 @@ _LOADERS: Final = {
     "glm_ocr": "gpu_workers.families.plain:load",
     "kimi_k25": "gpu_workers.families.plain:load",
 }
+# Not in transformers, and any other model_type that comes with code: that code, under --trust-remote-code.
+_OWN_CODE: Final = "gpu_workers.families.own_code:load"
+_OWN_CODE_TYPES: Final = ("kimi_vl", "mimo_v2")
+_MODEL_IN_AUTO_MAP: Final = "AutoModel"  # the keys of auto_map that name a model begin so
 # Of any other model_type: whatever transformers itself can do with it.
 _ANY_OTHER: Final = "gpu_workers.families.anything:load"
 # Packages may bring families, and replace ours: a model_type = "module:function" of this group.
@@ -73,6 +79,9 @@ def load_family(config: WorkerConfig, segment: Region) -> Loaded:
 def load_on(config: WorkerConfig, device: "torch.device") -> Family:
     """The checkpoint's family on an open device. ConfigurationError if it has none, or cannot work."""
     model_type, loader = _loader_of(config.checkpoint)
+    if loader == _LOADERS.get(model_type):
+        # Ours are transformers' own classes: code in the checkpoint would only get into their way.
+        config = msgspec.structs.replace(config, trust_remote_code=False)
     module, function = loader.split(":")
     family: Family = getattr(import_module(module), function)(config, device, model_type)
     return family
@@ -83,11 +92,29 @@ def _loader_of(checkpoint: str) -> tuple[str, str]:
     installed = entry_points(group=_ENTRY_POINTS, name=model_type)
     if installed:
         return model_type, next(iter(installed)).value
-    return model_type, _LOADERS.get(model_type, _ANY_OTHER)
+    if model_type in _LOADERS:
+        return model_type, _LOADERS[model_type]
+    if model_type in _OWN_CODE_TYPES or _brings_code(checkpoint):
+        return model_type, _OWN_CODE
+    return model_type, _ANY_OTHER
+
+
+def _brings_code(checkpoint: str) -> bool:
+    """Whether config.json names the model's class in a file of the checkpoint."""
+    auto_map = read_config(checkpoint).get("auto_map")
+    return isinstance(auto_map, dict) and any(key.startswith(_MODEL_IN_AUTO_MAP) for key in auto_map)
 
 
 def read_model_type(checkpoint: str) -> str:
     """model_type of a checkpoint directory. ConfigurationError if it is not there or cannot be read."""
+    model_type = read_config(checkpoint).get("model_type")
+    if not isinstance(model_type, str):
+        raise ConfigurationError(f"{checkpoint}/config.json names no model_type")
+    return model_type
+
+
+def read_config(checkpoint: str) -> dict[str, Any]:
+    """config.json of a checkpoint directory. ConfigurationError if it is not there or cannot be read."""
     path = Path(checkpoint, "config.json")
     try:
         config = json.loads(path.read_bytes())
@@ -95,7 +122,6 @@ def read_model_type(checkpoint: str) -> str:
         raise ConfigurationError(f"no such checkpoint: {checkpoint} has no config.json") from None
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}") from None
-    model_type = config.get("model_type") if isinstance(config, dict) else None
-    if not isinstance(model_type, str):
+    if not isinstance(config, dict):
         raise ConfigurationError(f"{path} names no model_type")
-    return model_type
+    return config

@@ -1,0 +1,109 @@
+"""Checkpoints that bring their model's code: auto_map in config.json names it, --trust-remote-code runs it.
+
+The model's class decides how it is driven: by the hooks that it has for encoder servers (encoder_hook), by
+its pictures alone (Kimi-VL), or as any model that has get_*_features (anything).
+"""
+
+import fcntl
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module, init_hf_modules
+from transformers.utils import HF_MODULES_CACHE
+
+from gpu_workers.errors import ConfigurationError
+from gpu_workers.families import anything, encoder_hook
+from gpu_workers.families.composed import ComposedFamily, Part, compose
+from gpu_workers.families.own_pictures import OwnPictures
+from gpu_workers.families.registry import read_config
+from gpu_workers.towers import load_towers
+from shm.messages import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+_MODEL_CLASSES: Final = "AutoModel"  # the keys of auto_map that name a model begin so
+_LOCK_NAME: Final = ".encoderd.lock"
+# A model of pictures without get_image_features: the method that its forward calls for them.
+_PICTURE_METHODS: Final = {"kimi_vl": "_extract_image_features"}
+
+
+def load(config: WorkerConfig, device: torch.device, model_type: str) -> ComposedFamily:
+    """Load the checkpoint's towers by its own class. ConfigurationError that names what is missing."""
+    if model_type in CONFIG_MAPPING:  # transformers' own code is the one to run
+        return anything.load(msgspec.structs.replace(config, trust_remote_code=False), device, model_type)
+    if not config.trust_remote_code:
+        raise ConfigurationError(
+            f"model_type {model_type!r} is not in transformers, and its code in the checkpoint is only run "
+            "on request: it needs --trust-remote-code"
+        )
+    with _alone_in_the_cache():
+        described, model_class = _own_model(config.checkpoint, model_type)
+    logger.warning("%s: the checkpoint's own code runs in this process", model_type)
+    model = load_towers(
+        model_class,
+        config.checkpoint,
+        dtype=config.dtype,
+        device=device,
+        trust_remote_code=True,
+        config=described,
+    )
+    if encoder_hook.has_hook(model):
+        return compose(model, model_type, encoder_hook.part_loaders(config, model))
+    if model_type in _PICTURE_METHODS:
+        return compose(model, model_type, {"image": partial(_load_pictures, config, model, model_type)})
+    return anything.compose_tried(config, model, model_type)
+
+
+def _load_pictures(config: WorkerConfig, model: PreTrainedModel, model_type: str) -> Part:
+    """OSError or ValueError if the checkpoint has no image processor."""
+    with _alone_in_the_cache():
+        processor = AutoImageProcessor.from_pretrained(config.checkpoint, trust_remote_code=True)
+    return OwnPictures(config, model, _PICTURE_METHODS[model_type], processor)
+
+
+def _own_model(checkpoint: str, model_type: str) -> tuple[Any, type[PreTrainedModel]]:
+    """The configuration and the model's class, both by the checkpoint's code."""
+    reference = _class_reference(checkpoint)
+    if reference is None:
+        raise ConfigurationError(
+            f"model_type {model_type!r} is not supported: transformers does not know it, and auto_map in "
+            f"{checkpoint}/config.json names no model"
+        )
+    try:
+        described = AutoConfig.from_pretrained(checkpoint, trust_remote_code=True)
+        model_class = get_class_from_dynamic_module(reference, checkpoint)
+    except Exception as error:  # foreign code may raise anything while it is imported
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise ConfigurationError(f"the checkpoint's {reference} does not work here: {reason}") from error
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+        raise ConfigurationError(f"the checkpoint's {reference} is no PreTrainedModel")
+    return described, model_class
+
+
+def _class_reference(checkpoint: str) -> str | None:
+    """ "file.Class" of the class that config.json calls its architecture, else of the first that it maps."""
+    described = read_config(checkpoint)
+    references = [
+        reference
+        for key, reference in described.get("auto_map", {}).items()
+        if key.startswith(_MODEL_CLASSES) and isinstance(reference, str)
+    ]
+    architectures = described.get("architectures") or []
+    named = [one for one in references if one.rpartition(".")[2] in architectures]
+    return next(iter([*named, *references]), None)
+
+
+@contextmanager
+def _alone_in_the_cache() -> Iterator[None]:
+    """Workers start together, and transformers copies the code into one directory of them all, unlocked."""
+    init_hf_modules()
+    with Path(HF_MODULES_CACHE, _LOCK_NAME).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
