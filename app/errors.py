@@ -7,7 +7,7 @@ Messages name the field and the limit; they never hold an address, a path or a t
 from dataclasses import dataclass
 from typing import Final
 
-from shm.errors import ErrorCode
+from shm.errors import ErrorCode, TensorFault
 
 
 class ConfigError(Exception):
@@ -173,7 +173,8 @@ def cause_of(error: RequestError) -> Cause:
     return CAUSES[type(error)]
 
 
-# A worker's error code -> (class, text). {value} and {limit} are the record's two numbers.
+# A worker's error code -> (class, text). {value} and {limit} are the record's two numbers, {fault} is
+# the first one where it describes a tensor.
 _WORKER_ERRORS: Final[dict[ErrorCode, tuple[type[RequestError], str]]] = {
     ErrorCode.NOT_AN_IMAGE: (ItemUndecodable, "is not an image"),
     ErrorCode.TRUNCATED: (ItemUndecodable, "is truncated"),
@@ -184,6 +185,22 @@ _WORKER_ERRORS: Final[dict[ErrorCode, tuple[type[RequestError], str]]] = {
     ErrorCode.DECODE_FAILED: (ItemUndecodable, "cannot be decoded"),
     ErrorCode.BAD_OPTION: (InvalidItem, "has processor options that this model's processor does not take"),
     ErrorCode.BAD_TENSORS: (InvalidItem, "has processed tensors that do not fit this model"),
+    ErrorCode.TENSOR_MISSING: (InvalidItem, "lacks the processed tensor {fault.name}"),
+    ErrorCode.TENSOR_TYPE: (InvalidItem, "has {fault.name} of a type that is not {kind}"),
+    ErrorCode.TENSOR_DIMENSIONS: (
+        InvalidItem,
+        "has {fault.name} of {fault.found} dimensions; the model takes {limit}",
+    ),
+    ErrorCode.TENSOR_SIZE: (
+        InvalidItem,
+        "has {fault.name} of size {fault.found} on axis {fault.axis}; the model takes {limit}",
+    ),
+    ErrorCode.TENSOR_MULTIPLE: (
+        InvalidItem,
+        "has {fault.found} in {fault.name} on axis {fault.axis}; the model takes multiples of {limit}",
+    ),
+    ErrorCode.TENSOR_VALUE: (InvalidItem, "has {fault.found} in {fault.name}; the limit is {limit}"),
+    ErrorCode.TENSOR_NOT_FINITE: (InvalidItem, "has numbers in {fault.name} that are not finite"),
     ErrorCode.KIND_UNSUPPORTED: (InvalidItem, "comes in a form that this model's family does not take"),
     ErrorCode.TOO_SHORT: (ItemUndecodable, "has {value} samples; the model needs at least {limit}"),
     ErrorCode.MODALITY_UNSUPPORTED: (ModalityNotServed, "has a modality not served by this checkpoint"),
@@ -219,6 +236,12 @@ def from_worker(code: int, item: int, value: int, limit: int) -> RequestError:
         known = ErrorCode.INTERNAL
     if known in _WORKER_ERRORS:
         error_class, text = _WORKER_ERRORS[known]
-        return error_class(f"mm_items[{item}] {text.format(value=value, limit=limit)}", item_index=item)
+        what = text.format(
+            value=value,
+            limit=limit,
+            fault=TensorFault.unpack(value),
+            kind="integer" if limit else "float32, float16 or bfloat16",
+        )
+        return error_class(f"mm_items[{item}] {what}", item_index=item)
     error_class, text = _WORKER_STATES.get(known, (EncodeFault, "the encode failed"))
     return error_class(text, retry_after_s=1.0 if CAUSES[error_class].status == 503 else None)

@@ -14,7 +14,7 @@ import msgspec
 from app.errors import InvalidItem
 from app.items import NamedArray
 
-_ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
+_ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
 _LENGTH: Final = struct.Struct("<Q")
 
 

@@ -4,6 +4,7 @@ ErrorCode is what crosses a ring: numbers only. `app.errors` turns a code into a
 """
 
 from enum import IntEnum, unique
+from typing import Final, NamedTuple, Self
 
 
 class ShmError(Exception):
@@ -73,6 +74,14 @@ class ErrorCode(IntEnum):
     BAD_TENSORS = 20
     KIND_UNSUPPORTED = 21
     TOO_SHORT = 22
+    # Of processed tensors; error_value is a TensorFault, packed.
+    TENSOR_MISSING = 30
+    TENSOR_TYPE = 31  # limit: 0 floats wanted, 1 integers wanted
+    TENSOR_DIMENSIONS = 32
+    TENSOR_SIZE = 33
+    TENSOR_MULTIPLE = 34
+    TENSOR_VALUE = 35
+    TENSOR_NOT_FINITE = 36
     # The worker's state (5xx or retried): from 100 on.
     SEGMENT_FULL = 100
     OUT_OF_DEVICE_MEMORY = 101
@@ -81,3 +90,53 @@ class ErrorCode(IntEnum):
     CANCELLED = 104
     WORKER_LOST = 105
     INTERNAL = 106
+
+
+# What processors call their tensors, by number: append only. A name that is not here has number 0.
+_TENSOR_NAMES: Final = (
+    "a tensor",
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "image_sizes",
+    "input_features",
+    "feature_attention_mask",
+    "input_features_mask",
+    "audio_feature_lengths",
+    "attention_mask",
+    "pixel_attention_mask",
+    "input_values",
+    "padding_mask",
+    "image_sizes_videos",
+    "spatial_shapes",
+    "image_position_ids",
+    "video_position_ids",
+    "pixel_mask",
+)
+_AXIS_SHIFT: Final = 48
+_NAME_SHIFT: Final = 56
+_SIZE_MASK: Final = (1 << _AXIS_SHIFT) - 1
+
+
+class TensorFault(NamedTuple):
+    """What is wrong with one tensor of a processed item, as one number of a record.
+
+    The name is in the high byte, the axis in the next, and a size, a count or an element below.
+    """
+
+    name: str
+    axis: int = 0
+    found: int = 0
+
+    def pack(self) -> int:
+        """64 bits. found is clamped to 48."""
+        number = _TENSOR_NAMES.index(self.name) if self.name in _TENSOR_NAMES else 0
+        return number << _NAME_SHIFT | self.axis << _AXIS_SHIFT | min(max(self.found, 0), _SIZE_MASK)
+
+    @classmethod
+    def unpack(cls, value: int) -> Self:
+        """From a record, which is input: a number without a name is "a tensor"."""
+        number, axis = value >> _NAME_SHIFT & 0xFF, value >> _AXIS_SHIFT & 0xFF
+        known = number if number < len(_TENSOR_NAMES) else 0
+        return cls(_TENSOR_NAMES[known], axis, value & _SIZE_MASK)

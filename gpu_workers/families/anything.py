@@ -1,4 +1,5 @@
-"""Any model that transformers knows and that has get_image_features or get_video_features.
+"""Any model that transformers knows and that has get_image_features, get_video_features or
+get_audio_features.
 
 Nothing is known of how many rows an item becomes, so the tower is tried: on noise of the shapes that the
 processor gives, once for each combination of shapes, sizes and grids. Such models encode item by item.
@@ -8,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 from typing import Any, Final
 
 import torch
@@ -24,10 +26,11 @@ from gpu_workers.families.plain_pictures import (
     PlainPictures,
     picture_sample,
     plan_of,
-    refuse_processed,
 )
 from gpu_workers.families.plain_videos import PlainVideos, VideoSource, no_times, video_sample
+from gpu_workers.families.processed import ProcessedLayout, unfit
 from gpu_workers.families.row_rules import Measured, patch_sides, pixels_of, tile_grids
+from gpu_workers.families.tried_sounds import SoundSource, TriedSounds, sound_sample
 from gpu_workers.towers import load_towers
 from shm.messages import WorkerConfig
 
@@ -35,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 _PICTURES: Final = "get_image_features"
 _VIDEOS: Final = "get_video_features"
+_SOUNDS: Final = "get_audio_features"
+# What a tower raises for tensors of shapes, or with numbers, that it does not take.
+_REFUSALS: Final = (ValueError, TypeError, IndexError, AttributeError, RuntimeError)
 
 
 def load(config: WorkerConfig, device: torch.device, model_type: str) -> ComposedFamily:
@@ -56,10 +62,12 @@ def compose_tried(config: WorkerConfig, model: PreTrainedModel, model_type: str)
         loaders["image"] = partial(_load_pictures, config, model)
     if hasattr(model, _VIDEOS):
         loaders["video"] = partial(_load_videos, config, model)
+    if hasattr(model, _SOUNDS):
+        loaders["audio"] = partial(_load_sounds, config, model)
     if not loaders:
         raise ConfigurationError(
             f"model_type {model_type!r} is not supported: "
-            f"{type(model).__name__} has neither {_PICTURES} nor {_VIDEOS}"
+            f"{type(model).__name__} has neither {_PICTURES} nor {_VIDEOS} nor {_SOUNDS}"
         )
     logger.warning("%s has no rule for rows: its towers are tried, and encode item by item", model_type)
     return compose(model, model_type, loaders)
@@ -68,40 +76,53 @@ def compose_tried(config: WorkerConfig, model: PreTrainedModel, model_type: str)
 class RowsByTrial:
     """A row_rules.RowRule that runs the tower on noise. Remembers what it found; safe for several threads."""
 
-    def __init__(self, model: PreTrainedModel, method: FeatureMethod) -> None:
+    def __init__(self, model: PreTrainedModel, method: FeatureMethod, *, masks_count: bool = False) -> None:
+        """masks_count: what stands in a mask makes a difference, not only its shape."""
         self._method = method
+        self._masks_count = masks_count
         self._patch = patch_sides(model)
         self._rows: dict[object, int] = {}
         self._trial = threading.Lock()
 
     def __call__(self, arguments: Tensors) -> Measured:
         """Runs the tower unless it has met these shapes before."""
-        key = _key(arguments)
+        key = self._key(arguments)
         with self._trial:
             if key not in self._rows:
                 noise = {name: _noise(tensor) for name, tensor in arguments.items()}
                 self._rows[key] = len(self._method.rows(noise))
             return Measured(self._rows[key], _grids(arguments, self._patch))
 
+    def _key(self, arguments: Tensors) -> object:
+        return _key(arguments, masks_count=self._masks_count)
+
     def knows(self, arguments: Tensors) -> bool:
         """Whether a call returns at once."""
-        return _key(arguments) in self._rows
+        return self._key(arguments) in self._rows
 
 
 class TriedPictures(PlainPictures):
     """Pictures whose rows only a trial tells."""
 
     def __init__(
-        self, source: PictureSource, method: FeatureMethod, rule: RowsByTrial, dim: int, *, dry: bool
+        self,
+        source: PictureSource,
+        method: FeatureMethod,
+        rule: RowsByTrial,
+        dim: int,
+        layout: ProcessedLayout,
+        *,
+        dry: bool,
     ) -> None:
         """dry: whether the processor runs on pictures without pixels; otherwise they are decoded early."""
-        super().__init__(source, method, rule, dim)
+        super().__init__(source, method, rule, dim, layout)
         self._trial = rule
         self._dry = dry
 
     def inspect(self, item: MediaItem) -> ItemPlan | None:
         """From the headers, where the tower has met the shapes before."""
-        refuse_processed(item)
+        if item.kind == "processed":
+            return None
         wanted = item_options(item.options)
         sizes = [self._source.size(file) for file in item.files]
         if not self._dry:
@@ -111,6 +132,8 @@ class TriedPictures(PlainPictures):
 
     def measure(self, item: MediaItem) -> ItemPlan:
         """With a trial where needed."""
+        if item.kind == "processed":
+            return _tried(super().measure, item)
         if self._dry:
             return super().measure(item)
         wanted = item_options(item.options)
@@ -127,9 +150,12 @@ class TriedVideos(PlainVideos):
 
     def inspect(self, item: MediaItem) -> ItemPlan | None:
         """Never: a trial is nothing to wait for."""
-        refuse_processed(item)
         item_options(item.options)
         return None
+
+    def measure(self, item: MediaItem) -> ItemPlan:
+        """With a trial where needed."""
+        return _tried(super().measure, item) if item.kind == "processed" else super().measure(item)
 
     def forward(self, batch: list[Prepared]) -> list[Rows]:
         """One call for each item."""
@@ -165,7 +191,8 @@ def _load_pictures(config: WorkerConfig, model: PreTrainedModel) -> TriedPicture
         same = _key(method.arguments(dry)) == _key(method.arguments(outputs))
     except ItemError:
         same = False
-    return TriedPictures(source, method, RowsByTrial(model, method), dim, dry=same)
+    layout = source.layout(method.takes, dry=same)
+    return TriedPictures(source, method, RowsByTrial(model, method), dim, layout, dry=same)
 
 
 def _load_videos(config: WorkerConfig, model: PreTrainedModel) -> TriedVideos:
@@ -173,7 +200,24 @@ def _load_videos(config: WorkerConfig, model: PreTrainedModel) -> TriedVideos:
     sample = video_sample()
     outputs = source.process(sample, source.plan(sample))
     method = FeatureMethod(model, _VIDEOS, list(outputs), source.processor_name)
-    return TriedVideos(source, method, RowsByTrial(model, method), _width(method, outputs), no_times)
+    layout = source.layout(method.takes)
+    return TriedVideos(source, method, RowsByTrial(model, method), _width(method, outputs), no_times, layout)
+
+
+def _load_sounds(config: WorkerConfig, model: PreTrainedModel) -> TriedSounds:
+    source = SoundSource(config, model)
+    outputs = source.process(source.samples(sound_sample(source)))
+    method = FeatureMethod(model, _SOUNDS, list(outputs), source.processor_name)
+    rule = RowsByTrial(model, method, masks_count=True)
+    return TriedSounds(source, method, rule, _width(method, outputs), source.layout(method.takes))
+
+
+def _tried(measure: Callable[[MediaItem], ItemPlan], item: MediaItem) -> ItemPlan:
+    """Of tensors that came from outside: what the tower does not take is their fault."""
+    try:
+        return measure(item)
+    except _REFUSALS:
+        raise unfit() from None
 
 
 def _width(method: FeatureMethod, outputs: dict[str, Any]) -> int:
@@ -183,14 +227,21 @@ def _width(method: FeatureMethod, outputs: dict[str, Any]) -> int:
         raise ConfigurationError(f"the tower does not take what its processor gives: {error}") from error
 
 
-def _key(arguments: Tensors) -> object:
-    """Shapes of all, and what stands in the small integer ones (grids, sizes); masks by shape."""
-    return tuple((name, tuple(tensor.shape), _contents(name, tensor)) for name, tensor in arguments.items())
+def _key(arguments: Tensors, *, masks_count: bool = False) -> object:
+    """Shapes of all, and what stands in the small integer ones (grids, sizes); masks by shape, or as a
+    digest."""
+    return tuple(
+        (name, tuple(tensor.shape), _contents(name, tensor, masks_count=masks_count))
+        for name, tensor in arguments.items()
+    )
 
 
-def _contents(name: str, tensor: torch.Tensor) -> str:
-    by_shape = tensor.is_meta or tensor.is_floating_point() or name.endswith("mask")
-    return "" if by_shape else str(tensor.tolist())
+def _contents(name: str, tensor: torch.Tensor, *, masks_count: bool) -> str:
+    if tensor.is_meta or tensor.is_floating_point():
+        return ""
+    if name.endswith("mask"):
+        return sha256(tensor.contiguous().numpy()).hexdigest() if masks_count else ""
+    return str(tensor.tolist())
 
 
 def _noise(tensor: torch.Tensor) -> torch.Tensor:

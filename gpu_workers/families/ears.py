@@ -13,10 +13,9 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from gpu_workers.families.base import Prepared, Rows
 from gpu_workers.families.composed import tensors_of
+from gpu_workers.families.processed_sound import FEATURES, MASK
 from gpu_workers.media.audio import Samples
 
-_FEATURES: Final = "input_features"  # (sounds or windows, mel bins, frames)
-_MASK: Final = "attention_mask"  # (sounds or windows, frames)
 # torch.stft reflects half a window at each end, so it wants more samples than that.
 _REFLECTED_SAMPLES: Final = 200
 # Zeros behind the sound that no valid frame's window reaches beyond, and the least that is worth padding to.
@@ -29,6 +28,8 @@ class Whisper:
 
     max_frames: int | None = None
     min_samples = 1
+    mask_name = "input_features_mask"
+    frame_axis = 2
 
     def __init__(self, model: PreTrainedModel, extractor: Any, dim: int) -> None:
         """extractor: a WhisperFeatureExtractor or one like it. dim: elements of a row."""
@@ -39,6 +40,15 @@ class Whisper:
     def frames(self, samples: int) -> int:
         """A sound that is padded with zeros has every frame that it begins."""
         return -(-samples // int(self._extractor.hop_length))
+
+    @property
+    def feature_sizes(self) -> tuple[int | None, ...]:
+        """One sound of any length."""
+        return (1, int(self._extractor.feature_size), None)
+
+    def kept_frames(self, valid: int) -> int:
+        """Those that are sound."""
+        return valid
 
     def batch_key(self, frames: int) -> str:
         """All sounds share a forward."""
@@ -58,10 +68,10 @@ class Whisper:
 
     def _together(self, batch: list[Prepared]) -> tuple[torch.Tensor, torch.Tensor]:
         """Features and masks of all sounds on the device, padded to the longest."""
-        longest = max(tensor.shape[-1] for tensor in tensors_of(batch, _MASK))
+        longest = max(tensor.shape[-1] for tensor in tensors_of(batch, MASK))
         together = [
             torch.cat([_padded(tensor, longest) for tensor in tensors_of(batch, name)])
-            for name in (_FEATURES, _MASK)
+            for name in (FEATURES, MASK)
         ]
         features, mask = (tensor.to(self._model.device, non_blocking=True) for tensor in together)
         return features.to(self._model.dtype), mask
@@ -70,9 +80,20 @@ class Whisper:
 class Qwen2AudioEar(Whisper):
     """Always thirty seconds of mel frames; the tower takes no other number."""
 
+    mask_name = "feature_attention_mask"
+
     def __init__(self, model: PreTrainedModel, extractor: Any) -> None:
         super().__init__(model, extractor, model.config.text_config.hidden_size)
-        self.max_frames = 2 * int(model.config.audio_config.max_source_positions)
+        self.max_frames: int = 2 * int(model.config.audio_config.max_source_positions)
+
+    @property
+    def feature_sizes(self) -> tuple[int | None, ...]:
+        """Thirty seconds."""
+        return (1, int(self._extractor.feature_size), self.max_frames)
+
+    def kept_frames(self, valid: int) -> int:
+        """All."""
+        return self.max_frames
 
     def rows(self, frames: int) -> int:
         """A convolution of stride two and an average pool of two."""
@@ -103,6 +124,8 @@ class Qwen2AudioEar(Whisper):
 class Qwen25OmniEar(Whisper):
     """Any length; windows of the tower are its own affair."""
 
+    mask_name = "feature_attention_mask"
+
     def __init__(self, model: PreTrainedModel, extractor: Any) -> None:
         super().__init__(model, extractor, model.config.audio_config.output_dim)
 
@@ -121,8 +144,8 @@ class Qwen25OmniEar(Whisper):
         hop = int(self._extractor.hop_length)
         padded = max(len(samples), min(whole, -(-seen // hop) * hop))
         features = self._extract([samples], padding="max_length", max_length=padded)
-        valid = int(features[_MASK].sum())
-        return {name: features[name][..., :valid] for name in (_FEATURES, _MASK)}
+        valid = int(features[MASK].sum())
+        return {name: features[name][..., :valid] for name in (FEATURES, MASK)}
 
     def forward(self, batch: list[Prepared]) -> list[Rows]:
         """get_audio_features on all sounds together."""
@@ -169,6 +192,11 @@ class Qwen3AsrEar(Whisper):
         """A frame that is only begun is dropped."""
         return max(samples, int(self._extractor.min_length)) // int(self._extractor.hop_length)
 
+    def kept_frames(self, valid: int) -> int:
+        """Whole blocks."""
+        block = 2 * self._n_window
+        return -(-valid // block) * block
+
     def rows(self, frames: int) -> int:
         """As Qwen3-Omni."""
         return rows_of_blocks(frames, 2 * self._n_window)
@@ -190,6 +218,16 @@ class GlmAsrEar(Whisper):
     def __init__(self, model: PreTrainedModel, extractor: Any) -> None:
         super().__init__(model, extractor, model.config.text_config.hidden_size)
         self._window_samples = int(extractor.sampling_rate * extractor.chunk_length)
+        self._window_frames = self._window_samples // int(extractor.hop_length)
+
+    @property
+    def feature_sizes(self) -> tuple[int | None, ...]:
+        """Windows, each of thirty seconds."""
+        return (None, int(self._extractor.feature_size), self._window_frames)
+
+    def kept_frames(self, valid: int) -> int:
+        """All of a window."""
+        return self._window_frames
 
     def rows(self, frames: int) -> int:
         """Convolutions of stride one and two, then groups of four."""

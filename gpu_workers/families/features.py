@@ -23,18 +23,32 @@ _MASK: Final = "attention_mask"
 class FeatureMethod:
     """A method of the model, with the arguments that the processor provides. Not for several threads."""
 
-    def __init__(self, model: PreTrainedModel, name: str, offered: Sequence[str], processor: str) -> None:
-        """offered: the names of the processor's outputs. ConfigurationError if an argument that the method
-        cannot do without is not among them."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        name: str,
+        offered: Sequence[str],
+        processor: str,
+        *,
+        least_rows: int = 1,
+    ) -> None:
+        """offered: the names of the processor's outputs. least_rows: the method fails for fewer in a call.
+        ConfigurationError if an argument that the method cannot do without is not among them."""
         self._model = model
         self._method: Callable[..., Any] = getattr(model, name)
         self._output_of = _matched(model, name, offered)
+        self._least_rows = least_rows
         missing = _required(self._method) - set(self._output_of)
         if missing:
             raise ConfigurationError(
                 f"{type(model).__name__}.{name} needs {', '.join(sorted(missing))}, "
                 f"and {processor} gives {', '.join(offered)}"
             )
+
+    @property
+    def takes(self) -> list[str]:
+        """Names of the processor's outputs that the method is called with."""
+        return list(self._output_of.values())
 
     def arguments(self, outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """What the method takes of a processor's outputs, by the method's names."""
@@ -54,8 +68,11 @@ class FeatureMethod:
 
     def encode_together(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
         """Rows of each item by one call of the method."""
-        rows = self.rows(joined([prepared.features for prepared in batch]))
-        return list(rows.split([prepared.plan.rows for prepared in batch]))
+        counts = [prepared.plan.rows for prepared in batch]
+        # Too few rows: everything twice.
+        times = 2 if sum(counts) < self._least_rows else 1
+        rows = self.rows(joined([prepared.features for prepared in batch] * times))
+        return list(rows.split(counts * times))[: len(batch)]
 
     def encode_singly(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
         """Rows of each item by a call of its own, for models of which nothing more is known."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from gpu_workers.errors import ItemError
 from gpu_workers.families.base import MediaItem, Prepared, Rows
 from gpu_workers.families.composed import tensors_of
-from gpu_workers.families.processed import TensorFile
+from gpu_workers.families.processed import TensorFile, no_multiple, wrong_size
 from shm.errors import ErrorCode
 
 Grids: TypeAlias = list[list[int]]
@@ -47,16 +47,23 @@ def check_aspect_ratio(width: int, height: int, limit: int) -> None:
         raise ItemError(ErrorCode.ASPECT_RATIO, math.ceil(ratio), limit)
 
 
-def processed_grids(item: MediaItem, names: tuple[str, str], merge_size: int) -> Grids:
+def processed_grids(item: MediaItem, names: tuple[str, str], processor: Any) -> Grids:
     """The grids of an already processed item; names: of its pixels and of its grids. ItemError."""
     pixels, grid_name = names
     tensors = TensorFile(item.data)
     grids = tensors.grids(grid_name)
-    if any(height % merge_size or width % merge_size for _, height, width in grids):
-        raise ItemError(ErrorCode.BAD_TENSORS)
-    if patch_count(grids) != tensors.rows(pixels):
-        raise ItemError(ErrorCode.BAD_TENSORS)
+    check_merges(grids, grid_name, processor.merge_size)
+    patches, _ = tensors.float_sizes(pixels, (None, patch_width(processor)))
+    if patch_count(grids) != patches:
+        raise wrong_size(pixels, 0, patches, patch_count(grids))
     return grids
+
+
+def check_merges(grids: Grids, name: str, merge_size: int) -> None:
+    """ItemError for a grid whose height or width is no multiple of merge_size; name: of the grids' tensor."""
+    for _, height, width in grids:
+        if height % merge_size or width % merge_size:
+            raise no_multiple(name, 1, height if height % merge_size else width, merge_size)
 
 
 def processed_pixels(item: MediaItem, names: tuple[str, str], width: int) -> dict[str, torch.Tensor]:
@@ -64,7 +71,7 @@ def processed_pixels(item: MediaItem, names: tuple[str, str], width: int) -> dic
     pixels, grid_name = names
     tensors = TensorFile(item.data)
     return {
-        pixels: tensors.floats(pixels, width),
+        pixels: tensors.floats(pixels, (None, width)),
         grid_name: torch.tensor(tensors.grids(grid_name)),
     }
 

@@ -57,11 +57,12 @@ class VideoTraits:
 @dataclass(frozen=True, slots=True)
 class Traits:
     """What is particular about a family. model: a class of transformers, by name, because transformers
-    imports a model's code when its class is asked for."""
+    imports a model's code when its class is asked for. least_rows: see FeatureMethod."""
 
     model: str
     picture_rule: RuleFactory
     video: VideoTraits | None = None
+    least_rows: int = 1
 
 
 _GLM_VIDEO: Final = VideoTraits(merged_grids, times=first_times, least_frames=2)
@@ -72,7 +73,8 @@ _FAMILIES: Final = {
     "llava_onevision": Traits(
         "LlavaOnevisionForConditionalGeneration", any_resolution, VideoTraits(pooled_frames_and_newline)
     ),
-    "mistral3": Traits("Mistral3ForConditionalGeneration", cropped_to_sizes),
+    # transformers 5.24 squeezes the table of a single row away, and then cannot split it.
+    "mistral3": Traits("Mistral3ForConditionalGeneration", cropped_to_sizes, least_rows=2),
     "internvl": Traits(
         "InternVLForConditionalGeneration",
         equal_tiles,
@@ -102,20 +104,24 @@ def load(config: WorkerConfig, device: torch.device, model_type: str) -> Compose
         trust_remote_code=config.trust_remote_code,
     )
     loaders: dict[str, Callable[[], Part]] = {
-        "image": partial(load_pictures, config, model, _picture_rule(model, traits))
+        "image": partial(load_pictures, config, model, _picture_rule(model, traits), traits.least_rows)
     }
     if traits.video is not None:
         loaders["video"] = partial(load_videos, config, model, traits.video)
     return compose(model, model_type, loaders)
 
 
-def load_pictures(config: WorkerConfig, model: PreTrainedModel, rule: RuleFactory) -> PlainPictures:
+def load_pictures(
+    config: WorkerConfig, model: PreTrainedModel, rule: RuleFactory, least_rows: int
+) -> PlainPictures:
     """OSError or ValueError if the checkpoint has no image processor."""
-    source = PictureSource(config)
+    source = PictureSource(config, _pixtral_step(model))
     outputs = source.process(picture_sample().data, VisionOptions())
-    method = FeatureMethod(model, "get_image_features", list(outputs), source.processor_name)
+    method = FeatureMethod(
+        model, "get_image_features", list(outputs), source.processor_name, least_rows=least_rows
+    )
     trial, dim = _try(method, outputs)
-    return PlainPictures(source, method, rule(model, trial), dim)
+    return PlainPictures(source, method, rule(model, trial), dim, source.layout(method.takes))
 
 
 def load_videos(config: WorkerConfig, model: PreTrainedModel, traits: VideoTraits) -> PlainVideos:
@@ -124,7 +130,8 @@ def load_videos(config: WorkerConfig, model: PreTrainedModel, traits: VideoTrait
     outputs = _outputs_of_sample(source, video_sample())
     method = FeatureMethod(model, traits.method, list(outputs), source.processor_name)
     trial, dim = _try(method, outputs)
-    return PlainVideos(source, method, traits.rule(model, trial), dim, traits.times)
+    layout = source.layout(method.takes)
+    return PlainVideos(source, method, traits.rule(model, trial), dim, traits.times, layout)
 
 
 def _outputs_of_sample(source: VideoSource, sample: MediaItem) -> dict[str, Any]:
@@ -135,6 +142,15 @@ def _try(method: FeatureMethod, outputs: dict[str, Any]) -> tuple[Trial, int]:
     arguments = method.arguments(outputs)
     rows = method.rows(arguments)
     return Trial(arguments, len(rows)), rows.shape[-1]
+
+
+def _pixtral_step(model: PreTrainedModel) -> int | None:
+    """Pixels that a picture's sides are multiples of: what PixtralProcessor tells its image processor, whose
+    file names the patch alone. None for other towers."""
+    vision = model.config.vision_config
+    if getattr(vision, "model_type", "") != _PIXTRAL:
+        return None
+    return int(vision.patch_size) * int(getattr(model.config, "spatial_merge_size", 1))
 
 
 def _picture_rule(model: PreTrainedModel, traits: Traits) -> RuleFactory:

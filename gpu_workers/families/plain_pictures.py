@@ -1,9 +1,11 @@
 """Pictures of families that are Hugging Face's image processor in front and get_image_features behind.
 
 How large a picture becomes is asked of the processor itself, run on a tensor that has a size and no pixels.
-An item is one picture, or several (kind "frames"), each processed as if it came alone.
+An item is one picture, or several (kind "frames"), each processed as if it came alone, or what the processor
+gave for it elsewhere (kind "processed").
 """
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, Final
 
@@ -15,6 +17,7 @@ from gpu_workers.families.base import ItemPlan, MediaItem, Prepared, Rows
 from gpu_workers.families.features import FeatureMethod, joined
 from gpu_workers.families.options import VisionOptions, adjusted, daemon_options, item_options
 from gpu_workers.families.patches import check_aspect_ratio, patch_count
+from gpu_workers.families.processed import ProcessedLayout, tensors_among
 from gpu_workers.families.qwen_pictures import PROCESSOR_MAX_ASPECT_RATIO, gray_square
 from gpu_workers.families.row_rules import Measured, RowRule
 from gpu_workers.media.image import ImageReader, ImageSize, parse_background
@@ -23,14 +26,20 @@ from shm.messages import WorkerConfig
 
 # Sizes whose outcome is remembered: a dry run takes some milliseconds, and most pictures have common sizes.
 _REMEMBERED_SIZES: Final = 1024
+_NO_SIZE: Final = ImageSize(0, 0)
+# Pictures of different numbers of pixels and both orientations: what their outputs have in common is fixed.
+_LAYOUT_SIZES: Final = (ImageSize(56, 56), ImageSize(1344, 336), ImageSize(336, 1344), ImageSize(896, 700))
 
 
 class PictureSource:
     """The checkpoint's image processor and the reader in front of it. Any number of threads may use it."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        """OSError or ValueError if the checkpoint has no image processor."""
+    def __init__(self, config: WorkerConfig, patch_size: int | None = None) -> None:
+        """patch_size: the processor's, whatever its file says. OSError or ValueError if the checkpoint has no
+        image processor."""
         known, others = daemon_options("image", config.media_options.image)
+        if patch_size is not None:
+            others = {"patch_size": {"height": patch_size, "width": patch_size}, **others}
         processor = AutoImageProcessor.from_pretrained(
             config.checkpoint, backend="torchvision", trust_remote_code=config.trust_remote_code, **others
         )
@@ -62,6 +71,15 @@ class PictureSource:
         except (ValueError, TypeError, ZeroDivisionError, RuntimeError):
             raise ItemError(ErrorCode.UNSUPPORTED_FORMAT) from None
 
+    def layout(self, names: Iterable[str], *, dry: bool = True) -> ProcessedLayout:
+        """Of the outputs of these names. dry: whether runs without pixels show them."""
+        run = self.dry_run if dry else self._run_on_gray
+        outputs = [run(size, VisionOptions()) for size in _LAYOUT_SIZES]
+        return ProcessedLayout([tensors_among(one, names) for one in outputs], first_is_free=True)
+
+    def _run_on_gray(self, size: ImageSize, wanted: VisionOptions) -> dict[str, Any]:
+        return self._run(torch.full((3, size.height, size.width), 128, dtype=torch.uint8), wanted)
+
     def _run(self, picture: torch.Tensor, wanted: VisionOptions) -> dict[str, Any]:
         processor = _with_limits(self._processor, wanted)
         # Said, not guessed: a picture three pixels high looks channels-first either way.
@@ -71,8 +89,17 @@ class PictureSource:
 class PlainPictures:
     """A composed.Part."""
 
-    def __init__(self, source: PictureSource, method: FeatureMethod, rule: RowRule, dim: int) -> None:
+    def __init__(
+        self,
+        source: PictureSource,
+        method: FeatureMethod,
+        rule: RowRule,
+        dim: int,
+        layout: ProcessedLayout,
+    ) -> None:
+        """layout: of the outputs that the method takes."""
         self._source = source
+        self._layout = layout
         self._method = method
         self._rule = rule
         self._dim = dim
@@ -93,15 +120,15 @@ class PlainPictures:
 
     def measure(self, item: MediaItem) -> ItemPlan:
         """From the headers."""
-        refuse_processed(item)
         wanted = item_options(item.options)
+        if item.kind == "processed":
+            return plan_of([self._rule(self._method.arguments(self._layout.outline(item.data)))])
         sizes = [self._source.size(file) for file in item.files]
         return plan_of([self._measured(size, wanted) for size in sizes], sizes[0])
 
     def preprocess(self, item: MediaItem, plan: ItemPlan) -> Prepared:
         """What the method takes, as the processor gives it."""
-        wanted = item_options(item.options)
-        pictures = [self._method.arguments(self._source.process(file, wanted)) for file in item.files]
+        pictures = [self._method.arguments(outputs) for outputs in self._outputs(item)]
         if sum(self._rule(picture).rows for picture in pictures) != plan.rows:
             raise ItemError(ErrorCode.INTERNAL)
         return Prepared(item.modality, plan, dict(joined(pictures)))
@@ -110,11 +137,18 @@ class PlainPictures:
         """All pictures by one call."""
         return list(self._method.encode_together(batch))
 
+    def _outputs(self, item: MediaItem) -> list[dict[str, Any]]:
+        """The processor's, of each picture, or as they came."""
+        if item.kind == "processed":
+            return [dict(self._layout.outputs(item.data))]
+        wanted = item_options(item.options)
+        return [self._source.process(file, wanted) for file in item.files]
+
     def _measure_size(self, size: ImageSize, wanted: VisionOptions) -> Measured:
         return self._rule(self._method.arguments(self._source.dry_run(size, wanted)))
 
 
-def plan_of(pictures: list[Measured], first: ImageSize) -> ItemPlan:
+def plan_of(pictures: list[Measured], first: ImageSize = _NO_SIZE) -> ItemPlan:
     """Of an item of these pictures, the first of this size."""
     grids = [grid for one in pictures for grid in one.grids]
     rows = sum(one.rows for one in pictures)

@@ -4,7 +4,7 @@ Which frames are taken is asked of the processor's own sample_frames, and how la
 processor itself, run on a tensor that has a size and no pixels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -24,7 +24,8 @@ from gpu_workers.families.options import (
     with_default_sampling,
 )
 from gpu_workers.families.patches import check_aspect_ratio, patch_count
-from gpu_workers.families.plain_pictures import refuse_processed
+from gpu_workers.families.plain_pictures import plan_of
+from gpu_workers.families.processed import ProcessedLayout, tensors_among
 from gpu_workers.families.qwen_pictures import PROCESSOR_MAX_ASPECT_RATIO, gray_square
 from gpu_workers.families.row_rules import RowRule, pixels_of
 from gpu_workers.media.image import parse_background
@@ -39,6 +40,8 @@ TimeRule: TypeAlias = Callable[[VideoMetadata, Any], ItemAux]
 Adapt: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
 
 _MIN_FRAMES_OF_DAMAGED: Final = 4
+# (frames, height, width) of videos whose outputs have in common what is fixed.
+_LAYOUT_SIZES: Final = ((2, 56, 56), (8, 448, 224), (13, 224, 448))
 
 
 def no_times(metadata: VideoMetadata, processor: Any) -> ItemAux:
@@ -108,35 +111,57 @@ class VideoSource:
             frames = self._reader.rgb_of_pictures(item.files, video)
         else:
             frames = self._reader.rgb(item.data, video)
-        return self._run(torch.from_numpy(frames).permute(0, 3, 1, 2), item)
+        pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
+        return self.adapted(self._run(pixels, item_options(item.options)))
 
     def dry_run(self, item: MediaItem, video: VideoPlan) -> dict[str, Any]:
         """The outputs by shape: pixels on the meta device, grids real. ItemError if the processor refuses."""
-        count, height, width, _ = video.shape
-        nothing = torch.empty((count, 3, height, width), dtype=torch.uint8, device="meta")
+        frames, height, width, _ = video.shape
+        return self.adapted(self._dry_outputs(frames, height, width, item_options(item.options)))
+
+    def adapted(self, outputs: dict[str, Any]) -> dict[str, Any]:
+        """A processor's outputs under the names of the method."""
+        return self._adapt(outputs)
+
+    def layout(self, names: Iterable[str]) -> ProcessedLayout:
+        """Of the processor's own outputs, those that become the method's arguments of these names."""
+        outputs = [self._dry_outputs(*size, VisionOptions()) for size in _LAYOUT_SIZES]
+        wanted = list(names) if self._adapt is unchanged else list(outputs[0])
+        return ProcessedLayout([tensors_among(one, wanted) for one in outputs], first_is_free=False)
+
+    def _dry_outputs(self, frames: int, height: int, width: int, wanted: VisionOptions) -> dict[str, Any]:
+        nothing = torch.empty((frames, 3, height, width), dtype=torch.uint8, device="meta")
         try:
-            return self._run(nothing, item)
+            return self._run(nothing, wanted)
         except (ValueError, ZeroDivisionError, RuntimeError):
             raise ItemError(ErrorCode.UNSUPPORTED_FORMAT) from None
 
-    def _run(self, frames: torch.Tensor, item: MediaItem) -> dict[str, Any]:
+    def _run(self, frames: torch.Tensor, wanted: VisionOptions) -> dict[str, Any]:
         if len(frames) < self._least_frames:
             again = frames[-1:].expand(self._least_frames - len(frames), -1, -1, -1)
             frames = torch.cat([frames, again])
-        processor = _for_options(self._processor, item_options(item.options))
+        processor = _for_options(self._processor, wanted)
         outputs = processor(
             videos=[frames], do_sample_frames=False, input_data_format="channels_first", return_tensors="pt"
         )
-        return self._adapt(dict(outputs))
+        return dict(outputs)
 
 
 class PlainVideos:
     """A composed.Part."""
 
     def __init__(
-        self, source: VideoSource, method: FeatureMethod, rule: RowRule, dim: int, times: TimeRule
+        self,
+        source: VideoSource,
+        method: FeatureMethod,
+        rule: RowRule,
+        dim: int,
+        times: TimeRule,
+        layout: ProcessedLayout,
     ) -> None:
+        """layout: of the processor's outputs."""
         self._source = source
+        self._layout = layout
         self._method = method
         self._rule = rule
         self._dim = dim
@@ -152,13 +177,15 @@ class PlainVideos:
         return video_sample()
 
     def inspect(self, item: MediaItem) -> ItemPlan | None:
-        """Lists of pictures tell; a video file has to be read through."""
-        refuse_processed(item)
+        """Processed items and lists of pictures tell; a video file has to be read through."""
         item_options(item.options)
         return None if item.kind == "media" else self.measure(item)
 
     def measure(self, item: MediaItem) -> ItemPlan:
         """Finds and chooses the frames."""
+        if item.kind == "processed":
+            outline = self._source.adapted(dict(self._layout.outline(item.data)))
+            return plan_of([self._rule(self._method.arguments(outline))])
         video = self._source.plan(item)
         rows, grids = self._rule(self._method.arguments(self._source.dry_run(item, video)))
         return ItemPlan(
@@ -173,8 +200,7 @@ class PlainVideos:
 
     def preprocess(self, item: MediaItem, plan: ItemPlan) -> Prepared:
         """What the method takes, as the processor gives it."""
-        assert isinstance(plan.media_plan, VideoPlan), "measure made it"
-        arguments = self._method.arguments(self._source.process(item, plan.media_plan))
+        arguments = self._method.arguments(self._outputs(item, plan))
         if self._rule(arguments) != (plan.rows, plan.grids):
             raise ItemError(ErrorCode.INTERNAL)
         return Prepared(item.modality, plan, dict(arguments), _batch_key(item, arguments))
@@ -182,6 +208,12 @@ class PlainVideos:
     def forward(self, batch: list[Prepared]) -> list[Rows]:
         """All videos by one call."""
         return list(self._method.encode_together(batch))
+
+    def _outputs(self, item: MediaItem, plan: ItemPlan) -> dict[str, Any]:
+        if item.kind == "processed":
+            return self._source.adapted(dict(self._layout.outputs(item.data)))
+        assert isinstance(plan.media_plan, VideoPlan), "measure made it"
+        return self._source.process(item, plan.media_plan)
 
 
 def video_sample() -> MediaItem:
@@ -198,14 +230,26 @@ def _batch_key(item: MediaItem, arguments: dict[str, torch.Tensor]) -> str:
 
 
 def _choose(processor: Any, metadata: VideoMetadata) -> npt.NDArray[np.integer]:
-    """The frames that the processor's own rule takes."""
+    """The frames that the processor's own rule takes; all of a video that has fewer than it wants, one of a
+    video that ends before the rule's first step."""
+    wanted = getattr(processor, "num_frames", None)
+    count = None if wanted is None else min(wanted, metadata.total_num_frames)
+    try:
+        return _sampled(processor, metadata, count, getattr(processor, "fps", None))
+    except ZeroDivisionError:  # how InternVL's rule ends for a video shorter than 1 / fps
+        return _sampled(processor, metadata, 1, None)
+
+
+def _sampled(
+    processor: Any, metadata: VideoMetadata, num_frames: int | None, fps: float | None
+) -> npt.NDArray[np.integer]:
     indices = processor.sample_frames(
         metadata=metadata,
         temporal_patch_size=getattr(processor, "temporal_patch_size", None),
         min_frames=processor.min_frames,
         max_frames=processor.max_frames,
-        num_frames=getattr(processor, "num_frames", None),
-        fps=getattr(processor, "fps", None),
+        num_frames=num_frames,
+        fps=fps,
     )
     return np.asarray(indices)
 

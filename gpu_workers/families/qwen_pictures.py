@@ -84,7 +84,7 @@ class QwenPictures:
         """From the headers, by the processor's own resize rule."""
         wanted = item_options(item.options)
         if item.kind == "processed":
-            return self._plan(processed_grids(item, _NAMES, self._processor.merge_size), ImageSize(0, 0))
+            return self._plan(processed_grids(item, _NAMES, self._processor), ImageSize(0, 0))
         sizes = [self._reader.size(file) for file in item.files]
         processor = self._for_item(wanted)
         return self._plan([self._grid(size, processor) for size in sizes], sizes[0])

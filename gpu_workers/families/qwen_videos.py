@@ -196,7 +196,7 @@ class QwenVideos:
         )
 
     def _processed_plan(self, item: MediaItem) -> ItemPlan:
-        grids = processed_grids(item, _NAMES, self._processor.merge_size)
+        grids = processed_grids(item, _NAMES, self._processor)
         patches = patch_count(grids)
         return ItemPlan(patches // self._processor.merge_size**2, grids, 0, 0, patches)
 

@@ -13,20 +13,22 @@ import torch
 from gpu_workers.errors import ConfigurationError, ItemError
 from gpu_workers.families.base import ItemPlan, MediaItem, Prepared, Rows
 from gpu_workers.families.composed import only_media
+from gpu_workers.families.processed import out_of_range
+from gpu_workers.families.processed_sound import FrameLayout, ProcessedSound
 from gpu_workers.media.audio import AudioReader, Samples
 from shm.errors import ErrorCode
 from shm.messages import ItemAux
 
 logger = logging.getLogger(__name__)
 
-_MAX_SECONDS: Final = 3600
+MAX_SECONDS: Final = 3600
 _DEFAULT_RATE: Final = 16_000
 _SAMPLE_SECONDS: Final = 1
 # What measuring decoded is kept for preprocess up to this size (8 MB); longer sound is decoded again.
 _KEPT_SAMPLES: Final = 2_000_000
 
 
-class Ear(Protocol):
+class Ear(FrameLayout, Protocol):
     """How one model listens. Several threads use it at once, `forward` only one."""
 
     @property
@@ -64,7 +66,7 @@ class Sounds:
         """rate: the model's, in Hz."""
         self._ear = ear
         self._rate = rate
-        self._reader = AudioReader(_MAX_SECONDS)
+        self._reader = AudioReader(MAX_SECONDS)
         self._min_samples = self._shortest()
 
     @property
@@ -74,10 +76,12 @@ class Sounds:
 
     def sample(self) -> MediaItem:
         """A second of silence."""
-        return MediaItem("audio", (memoryview(_silence(_SAMPLE_SECONDS * self._rate, self._rate)),))
+        return MediaItem("audio", (memoryview(silence(_SAMPLE_SECONDS * self._rate, self._rate)),))
 
     def inspect(self, item: MediaItem) -> ItemPlan | None:
-        """From the header where it counts the samples."""
+        """From the header where it counts the samples, and of what is processed already."""
+        if item.kind == "processed":
+            return self._processed_plan(ProcessedSound(item.data, self._ear).frames)
         samples = self._reader.probe_audio(only_media(item), self._rate)
         return None if samples is None else self._plan(samples)
 
@@ -88,6 +92,10 @@ class Sounds:
 
     def preprocess(self, item: MediaItem, plan: ItemPlan) -> Prepared:
         """The ear's features."""
+        if item.kind == "processed":
+            sound = ProcessedSound(item.data, self._ear)
+            features = dict(sound.features())
+            return Prepared(item.modality, plan, {**features}, self._ear.batch_key(sound.frames))
         samples: Any = plan.media_plan
         if samples is None:
             samples = self._reader.samples(item.data, self._rate)
@@ -101,6 +109,11 @@ class Sounds:
         with torch.inference_mode():
             return self._ear.forward(batch)
 
+    def _processed_plan(self, frames: int) -> ItemPlan:
+        if self._ear.rows(frames) < 1:
+            raise out_of_range(self._ear.mask_name, frames, self._ear.frames(self._min_samples))
+        return self._plan_of_frames(frames)
+
     def _plan(self, samples: int, decoded: Samples | None = None) -> ItemPlan:
         if samples < self._min_samples:
             raise ItemError(ErrorCode.TOO_SHORT, samples, self._min_samples)
@@ -109,6 +122,9 @@ class Sounds:
         if limit is not None and frames > limit:
             limit_s = self._seconds_of_frames(limit)
             raise ItemError(ErrorCode.TOO_LONG, -(-samples // self._rate), limit_s)
+        return self._plan_of_frames(frames, decoded)
+
+    def _plan_of_frames(self, frames: int, decoded: Samples | None = None) -> ItemPlan:
         return ItemPlan(
             rows=self._ear.rows(frames),
             grids=[[frames]],
@@ -146,7 +162,7 @@ def choose_rate(options: Mapping[str, Any], extractor: Any, audio_config: Any) -
     return _DEFAULT_RATE
 
 
-def _silence(samples: int, rate: int) -> bytes:
+def silence(samples: int, rate: int) -> bytes:
     """A WAV file of 16-bit zeros."""
     nbytes = 2 * samples
     return (

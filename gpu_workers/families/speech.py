@@ -40,7 +40,7 @@ def load_sounds(config: WorkerConfig, model: PreTrainedModel, make_ear: MakeEar)
     """The checkpoint's sound. OSError or ValueError if it has no feature extractor."""
     options = config.media_options.audio
     others = {name: value for name, value in options.items() if name != "sampling_rate"}
-    _check_has_extractor(config.checkpoint)
+    check_has_extractor(config.checkpoint)
     extractor = AutoFeatureExtractor.from_pretrained(
         config.checkpoint, trust_remote_code=config.trust_remote_code, **others
     )
@@ -48,7 +48,7 @@ def load_sounds(config: WorkerConfig, model: PreTrainedModel, make_ear: MakeEar)
     return Sounds(make_ear(model, extractor), rate)
 
 
-def _check_has_extractor(checkpoint: str) -> None:
+def check_has_extractor(checkpoint: str) -> None:
     """OSError or ValueError without one: from an image processor's file AutoFeatureExtractor would make one
     with values of its own."""
     described, _ = FeatureExtractionMixin.get_feature_extractor_dict(checkpoint)

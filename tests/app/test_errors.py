@@ -9,7 +9,7 @@ import pytest
 from app import errors
 from app.errors import CAUSES, ItemUndecodable, RequestError, cause_of, from_worker
 from app.problem import error_for_status, problem_response
-from shm.errors import ErrorCode
+from shm.errors import ErrorCode, TensorFault
 
 
 def test_every_cause_has_a_row_and_every_row_a_code_of_its_own() -> None:
@@ -34,6 +34,61 @@ def test_a_limit_is_named_with_both_numbers() -> None:
     error = from_worker(ErrorCode.TOO_MANY_PIXELS, 1, 40_000_000, 33_554_432)
     assert isinstance(error, ItemUndecodable)
     assert error.message == "mm_items[1] has 40000000 pixels; the limit is 33554432"
+
+
+@pytest.mark.parametrize(
+    ("code", "fault", "limit", "text"),
+    [
+        (
+            ErrorCode.TENSOR_MISSING,
+            TensorFault("image_grid_thw"),
+            0,
+            "lacks the processed tensor image_grid_thw",
+        ),
+        (
+            ErrorCode.TENSOR_TYPE,
+            TensorFault("pixel_values"),
+            0,
+            "has pixel_values of a type that is not float32, float16 or bfloat16",
+        ),
+        (
+            ErrorCode.TENSOR_TYPE,
+            TensorFault("image_sizes"),
+            1,
+            "has image_sizes of a type that is not integer",
+        ),
+        (
+            ErrorCode.TENSOR_DIMENSIONS,
+            TensorFault("input_features", 0, 2),
+            3,
+            "has input_features of 2 dimensions; the model takes 3",
+        ),
+        (
+            ErrorCode.TENSOR_SIZE,
+            TensorFault("input_features", 1, 80),
+            128,
+            "has input_features of size 80 on axis 1; the model takes 128",
+        ),
+        (
+            ErrorCode.TENSOR_VALUE,
+            TensorFault("video_grid_thw", 0, 1 << 44),
+            1 << 20,
+            "has 17592186044416 in video_grid_thw; the limit is 1048576",
+        ),
+        (
+            ErrorCode.TENSOR_NOT_FINITE,
+            TensorFault("no such name"),
+            0,
+            "has numbers in a tensor that are not finite",
+        ),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(
+    code: ErrorCode, fault: TensorFault, limit: int, text: str
+) -> None:
+    error = from_worker(code, 2, fault.pack(), limit)
+    assert error.message == f"mm_items[2] {text}"
+    assert cause_of(error).status == 400
 
 
 def test_a_code_that_nobody_knows_is_a_fault_of_ours() -> None:

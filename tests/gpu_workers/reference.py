@@ -28,6 +28,36 @@ SPEECH_MODELS = {
 }
 
 
+# What Hugging Face's processors say to their feature extractors.
+AUDIO_KWARGS: dict[str, dict[str, Any]] = {
+    "qwen2_audio": {"padding": "max_length"},
+    "qwen2_5_omni": {"padding": "max_length"},
+    "qwen3_omni_moe": {"padding": True, "truncation": False},
+    "qwen3_asr": {"padding": True, "truncation": False, "n_window": 50},
+    "glmasr": {},
+}
+
+
+def audio_inputs(processor: Any, family: str, samples: npt.NDArray[np.float32]) -> dict[str, Any]:
+    """Of one sound, by the processor's own audio half: tensors and num_audio_tokens."""
+    inputs, _ = processor._process_audio(
+        [samples],
+        sampling_rate=16_000,
+        return_attention_mask=True,
+        return_tensors="pt",
+        **AUDIO_KWARGS[family],
+    )
+    return dict(inputs)
+
+
+def processed_sound(checkpoint: Path, family: str, samples: int) -> dict[str, torch.Tensor]:
+    """What the checkpoint's processor gives for noise of this length: features and mask by its own names."""
+    processor = transformers.AutoProcessor.from_pretrained(checkpoint)
+    inputs = audio_inputs(processor, family, noise(samples))
+    wanted = ("input_features", "feature_attention_mask", "input_features_mask")
+    return {name: inputs[name].contiguous() for name in wanted if name in inputs}
+
+
 def load_family(checkpoint: Path, dtype: str = "auto", **options: dict[str, Any]) -> Family:
     """A family on the CPU. options: of --mm-process-config, by modality."""
     config = worker_config(

@@ -17,6 +17,7 @@ from tests.gpu_workers.conftest import SOUND_FAMILIES, TinyCheckpoints
 from tests.gpu_workers.harness import Harness
 from tests.gpu_workers.reference import (
     assert_as_close,
+    audio_inputs,
     encode,
     load_family,
     noise,
@@ -28,14 +29,6 @@ from tests.gpu_workers.reference import (
 SECOND = 16_000
 LENGTHS = [3 * SECOND, 20_800, 7 * SECOND + 77, 1_000]
 BATCH_LENGTHS = [*LENGTHS, SECOND, 2 * SECOND + 1, 5 * SECOND, 12_345]
-# What Hugging Face's processors say to their feature extractors.
-AUDIO_KWARGS: dict[str, dict[str, Any]] = {
-    "qwen2_audio": {"padding": "max_length"},
-    "qwen2_5_omni": {"padding": "max_length"},
-    "qwen3_omni_moe": {"padding": True, "truncation": False},
-    "qwen3_asr": {"padding": True, "truncation": False, "n_window": 50},
-    "glmasr": {},
-}
 
 
 def item_of(samples: np.ndarray, **container: str) -> MediaItem:
@@ -52,14 +45,7 @@ class Reference:
 
     def inputs(self, samples: np.ndarray) -> dict[str, Any]:
         """Of one sound, by the processor's own audio half: tensors and num_audio_tokens."""
-        inputs, _ = self.processor._process_audio(
-            [samples],
-            sampling_rate=SECOND,
-            return_attention_mask=True,
-            return_tensors="pt",
-            **AUDIO_KWARGS[self.family],
-        )
-        return dict(inputs)
+        return audio_inputs(self.processor, self.family, samples)
 
     def features(self, samples: np.ndarray) -> torch.Tensor:
         """Rows of one sound."""

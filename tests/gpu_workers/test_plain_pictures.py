@@ -1,5 +1,6 @@
 """Pictures of the families without code of their own against Hugging Face's get_image_features."""
 
+import shutil
 from pathlib import Path
 from typing import Any, Final
 
@@ -171,6 +172,37 @@ def test_limits_of_pixels_are_kept_where_the_processor_has_them(tiny_checkpoints
         for options in ({}, {"max_pixels": 50_000})
     )
     assert small.rows < large.rows
+
+
+def test_a_picture_of_a_single_row_is_encoded(tiny_checkpoints: TinyCheckpoints) -> None:
+    """Mistral 3's own method fails for one row, so beside another picture it is right and alone it fails."""
+    family = load_family(tiny_checkpoints["mistral3"])
+    small, other = picture_item(png(picture(20, 20))), picture_item(png(picture(100, 100)))
+    alone, [beside, _] = encode(family, small)[0], encode(family, small, other)
+    assert len(alone) == 1
+    torch.testing.assert_close(alone, beside, rtol=1e-5, atol=2e-6)
+
+
+def test_pixtrals_sides_are_multiples_of_what_becomes_one_row(
+    tiny_checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    """The image processor's file of published checkpoints names the patch alone; the processor around it
+    multiplies by the merge."""
+    checkpoint = tmp_path / "mistral3"
+    shutil.copytree(tiny_checkpoints["mistral3"], checkpoint)
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        path = checkpoint / name
+        if path.exists():
+            path.write_text(path.read_text().replace("28", "14"))
+    processor = transformers.AutoProcessor.from_pretrained(checkpoint)
+    assert processor.image_processor.patch_size == {"height": 14, "width": 14}
+    image = picture(70, 42)
+    inputs = processor(text="[IMG]", images=image, return_tensors="pt")
+    expected = whole_model(checkpoint, "mistral3").get_image_features(
+        inputs["pixel_values"], image_sizes=inputs["image_sizes"]
+    )
+    [rows] = encode(load_family(checkpoint), picture_item(png(image)))
+    assert torch.equal(rows, torch.cat(list(expected.pooler_output)))
 
 
 def test_options_of_the_daemon_reach_the_processor(tiny_checkpoints: TinyCheckpoints) -> None:

@@ -159,11 +159,19 @@ def test_the_rate_of_an_item_is_its_own(tiny_checkpoints: TinyCheckpoints) -> No
     assert (len(slow.grids), len(fast.grids)) == (4, 20)
 
 
-def test_a_video_too_short_for_the_rate_is_refused(tiny_checkpoints: TinyCheckpoints) -> None:
+def test_a_video_too_short_for_the_rate_shows_one_frame(tiny_checkpoints: TinyCheckpoints) -> None:
+    """InternVL's own rule divides by the number of frames that it takes, which is none."""
     family = load_family(tiny_checkpoints["internvl"])
-    with pytest.raises(ItemError) as refusal:
-        family.measure(item_of(video(3)))
-    assert refusal.value.code is ErrorCode.TOO_FEW_FRAMES
+    assert len(family.measure(item_of(video(3))).grids) == 1
+    assert torch.isfinite(encode(family, item_of(video(3)))[0]).all()
+
+
+def test_a_video_of_fewer_frames_than_the_processor_wants_shows_them_all(
+    tiny_checkpoints: TinyCheckpoints,
+) -> None:
+    family = load_family(tiny_checkpoints["internvl"], video={"num_frames": 8})
+    assert len(plan_of(family, item_of(video(6))).grids) == 6
+    assert len(plan_of(family, item_of(video(40))).grids) == 8
 
 
 def test_a_checkpoint_without_video_processor_serves_pictures(

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from gpu_workers.errors import ItemError
 from gpu_workers.families.base import Family, MediaItem
 from gpu_workers.families.processed import TensorFile
-from shm.errors import ErrorCode
+from shm.errors import ErrorCode, TensorFault
 from tests.gpu_workers.conftest import TinyCheckpoints
 from tests.gpu_workers.reference import encode, load_family, picture, picture_item, plan_of, png
 
@@ -57,27 +57,29 @@ def good() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "code", "found", "limit"),
     [
-        {"pixel_values": torch.zeros(15, WIDTH)},
-        {"pixel_values": torch.zeros(16, WIDTH - 1)},
-        {"pixel_values": torch.zeros(16, WIDTH, dtype=torch.int64)},
-        {"pixel_values": torch.zeros(16 * WIDTH)},
-        {"pixel_values": torch.full((16, WIDTH), float("nan"))},
-        {"image_grid_thw": torch.tensor([[1, 16, 1]])},
-        {"image_grid_thw": torch.tensor([[-1, -4, 4]])},
-        {"image_grid_thw": torch.tensor([[1 << 62, 4, 4]])},
-        {"image_grid_thw": torch.tensor([1, 4, 4])},
-        {"image_grid_thw": torch.tensor([[1.0, 4.0, 4.0]])},
+        ({"pixel_values": torch.zeros(15, WIDTH)}, ErrorCode.TENSOR_SIZE, 15, 16),
+        ({"pixel_values": torch.zeros(16, WIDTH - 1)}, ErrorCode.TENSOR_SIZE, WIDTH - 1, WIDTH),
+        ({"pixel_values": torch.zeros(16, WIDTH, dtype=torch.int64)}, ErrorCode.TENSOR_TYPE, 0, 0),
+        ({"pixel_values": torch.zeros(16 * WIDTH)}, ErrorCode.TENSOR_DIMENSIONS, 1, 2),
+        ({"pixel_values": torch.full((16, WIDTH), float("nan"))}, ErrorCode.TENSOR_NOT_FINITE, 0, 0),
+        ({"image_grid_thw": torch.tensor([[1, 16, 1]])}, ErrorCode.TENSOR_MULTIPLE, 1, 2),
+        ({"image_grid_thw": torch.tensor([[-1, -4, 4]])}, ErrorCode.TENSOR_VALUE, 0, 1 << 20),
+        ({"image_grid_thw": torch.tensor([[1 << 44, 4, 4]])}, ErrorCode.TENSOR_VALUE, 1 << 44, 1 << 20),
+        ({"image_grid_thw": torch.tensor([1, 4, 4])}, ErrorCode.TENSOR_DIMENSIONS, 1, 2),
+        ({"image_grid_thw": torch.tensor([[1.0, 4.0, 4.0]])}, ErrorCode.TENSOR_TYPE, 0, 1),
     ],
 )
 def test_tensors_that_do_not_fit_the_model_are_refused(
-    family: Family, change: dict[str, torch.Tensor]
+    family: Family, change: dict[str, torch.Tensor], code: ErrorCode, found: int, limit: int
 ) -> None:
     assert plan_of(family, item_of(save(good()))).rows == 4
     with pytest.raises(ItemError) as refusal:
         encode(family, item_of(save(good() | change)))
-    assert refusal.value.code is ErrorCode.BAD_TENSORS
+    fault = TensorFault.unpack(refusal.value.value)
+    [name] = change
+    assert (refusal.value.code, fault.name, fault.found, refusal.value.limit) == (code, name, found, limit)
 
 
 @pytest.mark.parametrize("name", ["pixel_values", "image_grid_thw"])
@@ -86,7 +88,8 @@ def test_a_missing_tensor_is_refused(family: Family, name: str) -> None:
     del tensors[name]
     with pytest.raises(ItemError) as refusal:
         plan_of(family, item_of(save(tensors)))
-    assert refusal.value.code is ErrorCode.BAD_TENSORS
+    assert refusal.value.code is ErrorCode.TENSOR_MISSING
+    assert TensorFault.unpack(refusal.value.value).name == name
 
 
 ENTRY = {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}
@@ -119,4 +122,4 @@ def test_damaged_files_are_refused(data: bytes) -> None:
 def test_a_files_metadata_is_not_a_tensor() -> None:
     content = np.arange(2, dtype="<f4").tobytes()
     tensors = TensorFile(memoryview(file_of({"__metadata__": {"by": "hand"}, "x": ENTRY}, content)))
-    assert tensors.floats("x", columns=2).tolist() == [[0.0, 1.0]]
+    assert tensors.floats("x", (None, 2)).tolist() == [[0.0, 1.0]]
