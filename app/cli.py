@@ -164,7 +164,9 @@ def _add_worker_options(parser: argparse.ArgumentParser, defaults: ServeConfig) 
     group.add_argument("--preprocess-threads", type=int, default=defaults.preprocess_threads, metavar="N")
     group.add_argument("--revision", default="", help="of a hub id")
     group.add_argument("--download-dir", default="", metavar="DIR", help="where hub ids are kept")
-    group.add_argument("--trust-remote-code", action="store_true")
+    group.add_argument(
+        "--trust-remote-code", action="store_true", help="run the model's code that the checkpoint brings"
+    )
 
 
 def _add_memory_options(parser: argparse.ArgumentParser, defaults: ServeConfig) -> None:

@@ -130,7 +130,22 @@ def _answer(
         video_timestamps=_of_all([item.aux.video_timestamps for item in encoded.metadata.items]),
         second_per_grid_ts=_of_all([item.aux.second_per_grid_ts for item in encoded.metadata.items]),
         audio_feature_lens_raw=_of_all([item.aux.audio_feature_length for item in encoded.metadata.items]),
+        **_sound_of_videos([item.aux for item in encoded.metadata.items]),
     )
+
+
+def _sound_of_videos(items: list[ItemAux]) -> dict[str, list[int]]:
+    """The answer's video_audio_* fields; none where no video has sound."""
+    segments = [aux.video_audio_segment_lens for aux in items]
+    if all(lengths is None for lengths in segments):
+        return {}
+    return {
+        "video_audio_feature_lens": [
+            aux.video_audio_feature_length for aux in items if aux.video_audio_feature_length is not None
+        ],
+        "video_audio_segment_lens_flat": [length for lengths in segments for length in lengths or ()],
+        "video_audio_per_video_num_units": [len(lengths or ()) for lengths in segments],
+    }
 
 
 def _answer_item(item: ItemRows) -> AnswerItem:

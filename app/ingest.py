@@ -26,7 +26,7 @@ from app.threads import run_to_the_end
 from shm._core import base64_decode_into
 from shm.arena import InputArena, InputBlock
 from shm.layout import page_align
-from shm.messages import ItemKind, ItemSource, Part, RequestMetadata
+from shm.messages import PARTED_KINDS, ItemKind, ItemSource, Part, RequestMetadata
 
 # Below this a thread costs more than the decode.
 INLINE_DECODE_BYTES: Final = 64 * 1024
@@ -59,7 +59,7 @@ class Shape:
         """As the worker reads it, its files being parts."""
         start = parts[0].offset
         span = parts[-1].offset + parts[-1].nbytes - start
-        return ItemSource(start, span, self.kind, parts if self.kind == "frames" else [], self.options)
+        return ItemSource(start, span, self.kind, parts if self.kind in PARTED_KINDS else [], self.options)
 
 
 class Content(Protocol):

@@ -2,7 +2,10 @@
 
 An object may say more than where its bytes are: {"url": ..., OPTION: ...} has processor options of its own,
 {"frames": [...]} or {"images": [...]} are several pictures that are one item, {"processed": ...} is what the
-model's processor gives, as a safetensors file or (see `app.tensors`) as arrays. No input or output here.
+model's processor gives, as a safetensors file or (see `app.tensors`) as arrays, which may also stand without
+that key. Kimi's processors name their media, and so may items: {"type": "image", "image": one or a list} and
+{"type": "video_chunk", "video_chunk": [...]}, the frames of a short video among pictures. No input or output
+here.
 
 Called by `app.schema`; `app.ingest` turns the result into bytes.
 """
@@ -23,8 +26,10 @@ MAX_NESTING: Final = 4
 MAX_URL_CHARACTERS: Final = 8192
 MAX_PATH_CHARACTERS: Final = 4096
 MAX_MEDIA_TYPE_CHARACTERS: Final = 512
-URL_KEYS: Final = ("url", "image_url", "video_url", "audio_url")
+URL_KEYS: Final = ("url", "image_url", "video_url", "audio_url", "image")
 LIST_KEYS: Final = ("frames", "images")
+PICTURE_KEYS: Final = ("image",)  # of one picture or several
+CHUNK_KEY: Final = "video_chunk"  # and the type of such an item
 PROCESSED_KEY: Final = "processed"
 VIDEO_SUFFIXES: Final = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi", ".ts", ".gif")
 # Beside a URL these are no options of a processor.
@@ -32,6 +37,7 @@ NO_OPTIONS: Final = frozenset(("type", "content_hash", "uuid", "id"))
 MAX_OPTIONS_BYTES: Final = 4096
 MAX_FILES_OF_AN_ITEM: Final = 1024
 MAX_ARRAYS: Final = 8
+_ARRAY_KEYS: Final = frozenset(("dtype", "shape", "data"))
 MAX_DIMENSIONS: Final = 8
 # A slash begins an absolute path, but also the base64 of a JPEG and of one other content in 64.
 JPEG_BASE64_PREFIX: Final = "/9j/"
@@ -142,7 +148,8 @@ class _Collector:
     def _add(self, name: str, parse: Callable[["_ItemParser"], Item]) -> None:
         if len(self._found) == self._max_items:
             raise InvalidRequest(f"mm_items has more than {self._max_items} items")
-        self._found.append(parse(_ItemParser(name, len(self._found), self._texts)))
+        parser = _ItemParser(name, len(self._found), self._texts, for_videos=self._lists_are_videos)
+        self._found.append(parse(parser))
 
     def _are_frames(self, elements: list[object]) -> bool:
         first = elements[0]
@@ -156,7 +163,8 @@ class _Collector:
 class _ItemParser:
     """Parses one element of mm_items: its name in messages, its place, and the request's long texts."""
 
-    def __init__(self, name: str, index: int, texts: Mapping[str, memoryview]) -> None:
+    def __init__(self, name: str, index: int, texts: Mapping[str, memoryview], *, for_videos: bool) -> None:
+        self._for_videos = for_videos
         self._name = name
         self._index = index
         self._texts = texts
@@ -167,10 +175,16 @@ class _ItemParser:
             return self._source(value, self._name)
         if PROCESSED_KEY in value:
             return self._processed(value[PROCESSED_KEY])
-        for key in LIST_KEYS:
-            if key in value:
-                options = self._options({name: one for name, one in value.items() if name != key})
-                return CompositeItem("frames", self._sources(value[key], f"{self._name}.{key}"), options)
+        if value and all(_is_array(one) for one in value.values()):
+            return self._processed(value)
+        is_chunk = CHUNK_KEY in value or value.get("type") == CHUNK_KEY
+        for key in (CHUNK_KEY, *LIST_KEYS, *PICTURE_KEYS):
+            if key in value and (key not in PICTURE_KEYS or isinstance(value[key], list)):
+                return self._list(value, key, is_chunk=is_chunk)
+        if is_chunk:
+            raise InvalidItem(
+                f"{self._name} is a {CHUNK_KEY} without a list of pictures", item_index=self._index
+            )
         text, options = self._url_of(value, self._name)
         source = self._source(text, self._name)
         checked = self._options(options)
@@ -179,6 +193,12 @@ class _ItemParser:
     def frames(self, value: list[object]) -> Item:
         """A bare list of a video's frames."""
         return CompositeItem("frames", self._sources(value, self._name))
+
+    def _list(self, value: dict[str, object], key: str, *, is_chunk: bool) -> CompositeItem:
+        """Several pictures. In a request for videos a chunk is a video like any other."""
+        sources = self._sources(_flat(value[key]), f"{self._name}.{key}")
+        options = self._options({name: one for name, one in value.items() if name != key})
+        return CompositeItem("chunk" if is_chunk and not self._for_videos else "frames", sources, options)
 
     def _url_of(self, value: dict[str, object], name: str) -> tuple[str, dict[str, object]]:
         """The URL of an object, however deep it says it, and what is said beside it."""
@@ -190,7 +210,7 @@ class _ItemParser:
                     text, options = self._url_of(inner, f"{name}.{key}")
                     return text, beside | options
                 return _string(inner, name), beside
-        known = ", ".join((*URL_KEYS, *LIST_KEYS, PROCESSED_KEY))
+        known = ", ".join((*URL_KEYS, *LIST_KEYS, CHUNK_KEY, PROCESSED_KEY))
         raise InvalidRequest(f"{name} is an object with none of: {known}")
 
     def _sources(self, value: object, name: str) -> tuple[Source, ...]:
@@ -241,12 +261,27 @@ class _ItemParser:
 
 
 class _Array(msgspec.Struct, frozen=True):
-    dtype: Literal["F32", "F16", "BF16", "I64", "I32"]
+    dtype: Literal["F32", "F16", "BF16", "I64", "I32", "BOOL"]
     shape: Annotated[
         list[Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]],
         msgspec.Meta(min_length=1, max_length=MAX_DIMENSIONS),
     ]
     data: str
+
+
+def _flat(value: object, depth: int = 0) -> object:
+    """A list without the lists in it, in order; whatever is no list, or nested too deep, as it is."""
+    if not isinstance(value, list) or depth == MAX_NESTING:
+        return value
+    flat: list[object] = []
+    for one in value:
+        inner = _flat(one, depth + 1)
+        flat += inner if isinstance(inner, list) else [inner]
+    return flat
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, dict) and value.keys() >= _ARRAY_KEYS
 
 
 def _string(value: object, name: str) -> str:

@@ -167,7 +167,9 @@ class AnswerTimings(Struct, frozen=True):
 class EncodeAnswer(Struct, frozen=True, omit_defaults=True):
     """The 200 of POST /encode. embedding_size/len/dim are SGLang's names for nbytes, rows, dim.
 
-    The last three are the items' aux as SGLang has it, an entry for each item, where every item has one.
+    The last are the items' aux as SGLang has it. The first three of them have an entry for each item, where
+    every item has one. video_audio_* are there where some video has sound: rows of the whole tracks, rows of
+    what each temporal patch of those videos hears, and how many such patches each video has (0: no sound).
     """
 
     req_id: str
@@ -189,6 +191,9 @@ class EncodeAnswer(Struct, frozen=True, omit_defaults=True):
     video_timestamps: list[list[float]] | None = None
     second_per_grid_ts: list[float] | None = None
     audio_feature_lens_raw: list[int] | None = None
+    video_audio_feature_lens: list[int] | None = None
+    video_audio_segment_lens_flat: list[int] | None = None
+    video_audio_per_video_num_units: list[int] | None = None
 
 
 def _decode(body: bytes | bytearray, kind: type[Body]) -> Body:

@@ -12,7 +12,7 @@ import msgspec
 from gpu_workers.errors import ItemError
 from gpu_workers.families.base import MediaItem
 from shm.errors import ErrorCode
-from shm.messages import ItemSource, Part, RequestMetadata
+from shm.messages import PARTED_KINDS, ItemSource, Part, RequestMetadata
 
 _DECODER: Final = msgspec.msgpack.Decoder(RequestMetadata)
 
@@ -31,7 +31,7 @@ def read_metadata(block: memoryview, metadata_bytes: int) -> RequestMetadata:
 
 def media_item(modality: str, source: ItemSource, block: memoryview) -> MediaItem:
     """The item's files as views of the block. ItemError if one is empty, MalformedRequest if outside."""
-    parts: Sequence[Part | ItemSource] = source.parts if source.kind == "frames" else [source]
+    parts: Sequence[Part | ItemSource] = source.parts if source.kind in PARTED_KINDS else [source]
     if not parts:
         raise ItemError(ErrorCode.EMPTY_ITEM)
     files = tuple([_view(part, block) for part in parts])

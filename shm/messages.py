@@ -5,11 +5,12 @@ and WorkerInfo; the client and app.sessions exchange the attach datagrams. Decod
 (msgspec); ranges are the reader's to check.
 """
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
-ItemKind = Literal["media", "frames", "processed"]
+ItemKind = Literal["media", "frames", "chunk", "processed"]
+PARTED_KINDS: Final = ("frames", "chunk")  # of several files
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -23,9 +24,10 @@ class ItemSource(msgspec.Struct, frozen=True, array_like=True):
     """One item's bytes inside the input block, relative to the block's start, and what they are.
 
     kind "media": one encoded file. "frames": several encoded pictures, `parts`, that are one item together
-    (a video's frames, or the pictures of one item); offset and nbytes span them. "processed": a safetensors
-    file with what the model's processor gives (pixel values, grids ...). options: the item's own processor
-    options, as they came; values are what JSON has.
+    (a video's frames, or the pictures of one item); offset and nbytes span them. "chunk": likewise, the
+    frames of a short video in a request for pictures. "processed": a safetensors file with what the model's
+    processor gives (pixel values, grids ...). options: the item's own processor options, as they came; values
+    are what JSON has.
     """
 
     offset: int

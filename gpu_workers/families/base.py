@@ -45,8 +45,8 @@ class FamilyInfo:
 class MediaItem(msgspec.Struct, frozen=True):
     """One item as it came: read-only bytes in the input arena, valid until its ticket has ended.
 
-    files: the one file of kind "media" or "processed", or the pictures of kind "frames", at least one, none
-    of them empty. options: the item's own processor options, unchecked, values as JSON has them.
+    files: the one file of kind "media" or "processed", or the pictures of kind "frames" or "chunk", at least
+    one, none of them empty. options: the item's own processor options, unchecked, values as JSON has them.
     """
 
     modality: str
@@ -56,7 +56,7 @@ class MediaItem(msgspec.Struct, frozen=True):
 
     @property
     def data(self) -> memoryview:
-        """The first file, which is the only one unless kind is "frames"."""
+        """The first file, which is the only one unless kind is "frames" or "chunk"."""
         return self.files[0]
 
 

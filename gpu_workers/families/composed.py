@@ -59,7 +59,9 @@ class ComposedFamily:
         return [part.sample() for part in self._parts.values()]
 
     def inspect(self, item: MediaItem) -> ItemPlan | None:
-        """By the item's part."""
+        """By the item's part. Only a family that looks at it before (kimi) takes a chunk."""
+        if item.kind == "chunk":
+            raise ItemError(ErrorCode.KIND_UNSUPPORTED)
         return self._part(item.modality).inspect(item)
 
     def measure(self, item: MediaItem) -> ItemPlan:

@@ -44,7 +44,7 @@ _LOADERS: Final = {
     "glm4v_moe": "gpu_workers.families.plain:load",
     "glm46v": "gpu_workers.families.plain:load",
     "glm_ocr": "gpu_workers.families.plain:load",
-    "kimi_k25": "gpu_workers.families.plain:load",
+    "kimi_k25": "gpu_workers.families.kimi:load",
 }
 # Not in transformers, and any other model_type that comes with code: that code, under --trust-remote-code.
 _OWN_CODE: Final = "gpu_workers.families.own_code:load"

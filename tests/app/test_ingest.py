@@ -225,6 +225,14 @@ def test_frames_and_options_reach_the_worker(arena: InputArena) -> None:
     assert digest != other
 
 
+def test_a_chunk_is_other_content_than_the_same_pictures(arena: InputArena) -> None:
+    pictures = [data_url(b"one"), data_url(b"the second")]
+    chunk, files, digest = sources_of(arena, parse_items({"video_chunk": pictures}, 1))
+    assert files == [[b"one", b"the second"]]
+    assert [source.kind for source in chunk.items] == ["chunk"]
+    assert digest != sources_of(arena, parse_items({"images": pictures}, 1))[2]
+
+
 def test_arrays_become_a_safetensors_file(arena: InputArena) -> None:
     values = np.arange(6, dtype="<f4")
     grid = np.array([[1, 2, 3]], dtype="<i8")

@@ -81,6 +81,31 @@ def test_a_list_of_frames_is_one_item() -> None:
     assert parse([{"images": [PNG]}, PNG])[0] == CompositeItem("frames", sources[:1])
 
 
+def test_kimi_names_its_media() -> None:
+    one, two = InlineItem(PNG, 22, is_base64=True), RemoteItem("http://h/2.png")
+    found = parse(
+        [
+            {"type": "image", "image": PNG},
+            {"type": "image", "image": {"url": "http://h/2.png"}},
+            {"type": "image", "image": [PNG, ["http://h/2.png"]]},
+            {"type": "video_chunk", "video_chunk": [PNG, {"url": "http://h/2.png"}], "fps": 2},
+            {"type": "video_chunk", "frames": [PNG]},
+        ]
+    )
+    assert found == [
+        one,
+        two,
+        CompositeItem("frames", (one, two)),
+        CompositeItem("chunk", (one, two), {"fps": 2}),
+        CompositeItem("chunk", (one,)),
+    ]
+
+
+def test_a_chunk_in_a_request_for_videos_is_a_list_of_frames() -> None:
+    [found] = parse_items({"video_chunk": [PNG]}, 1, lists_are_videos=True)
+    assert found == CompositeItem("frames", (InlineItem(PNG, 22, is_base64=True),))
+
+
 def test_a_list_in_a_request_for_videos_is_one_videos_frames() -> None:
     pictures, clips = [PNG, "http://h/2.png"], ["http://h/a.mp4", "http://h/b.mp4"]
     found = parse_items([pictures, "http://h/c.mp4", clips], 16, lists_are_videos=True)
@@ -91,6 +116,13 @@ def test_a_list_in_a_request_for_videos_is_one_videos_frames() -> None:
         RemoteItem("http://h/b.mp4"),
     ]
     assert len(parse_items(pictures, 16, lists_are_videos=True)) == 2
+
+
+def test_arrays_may_stand_without_their_key_as_sglang_sends_what_is_processed() -> None:
+    array = {"dtype": "BOOL", "shape": [1, 4], "data": "AQEAAA=="}
+    bare, named = parse({"input_features_mask": array}), parse({"processed": {"input_features_mask": array}})
+    assert bare == named
+    assert bare[0].arrays[0].dtype == "BOOL"
 
 
 def test_processed_items_are_a_file_or_arrays() -> None:
@@ -129,6 +161,14 @@ def test_nested_lists_keep_their_order() -> None:
         (["file:x"], InvalidItem, "absolute"),
         ([{"frames": []}], InvalidRequest, r"mm_items\[0\]\.frames"),
         ([{"frames": [PNG, 5]}], InvalidRequest, r"frames\[1\].*int"),
+        (
+            [{"type": "video_chunk", "url": PNG}],
+            InvalidItem,
+            r"mm_items\[0\] is a video_chunk without a list",
+        ),
+        ([{"type": "video_chunk", "video_chunk": PNG}], InvalidRequest, r"video_chunk must be a list"),
+        ([{"type": "image", "image": []}], InvalidRequest, r"mm_items\[0\]\.image must be a list"),
+        ([{"type": "image", "image": [PNG, [7]]}], InvalidRequest, r"image\[1\].*int"),
         ([{"frames": [PNG] * 1025}], InvalidRequest, "1024"),
         ([{"url": PNG, "note": "a" * 5000}], InvalidItem, "options"),
         ([{"processed": {}}], InvalidRequest, "arrays"),

@@ -28,16 +28,21 @@ for family in sys.argv[2:]:
 """
 
 
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny random-weight checkpoint of every family, made in one process: imports take the time."""
-    directory = tmp_path_factory.mktemp("checkpoints")
+def make_checkpoints(directory: Path, *families: str) -> None:
+    """One below directory for each family, all made in one process: imports take the time."""
     subprocess.run(
-        [sys.executable, "-c", _MAKE_CHECKPOINTS, str(directory), *FAMILIES],
+        [sys.executable, "-c", _MAKE_CHECKPOINTS, str(directory), *families],
         cwd=REPOSITORY,
         check=True,
         capture_output=True,
     )
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny random-weight checkpoint of every family."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    make_checkpoints(directory, *FAMILIES)
     return {family: directory / family for family in FAMILIES}
 
 
