@@ -21,7 +21,14 @@ _LANGUAGE_MODULES: Final = frozenset(
 _CONTAINERS: Final = ("model", "thinker")  # modules that hold towers beside a language model
 _OWN_CODE: Final = "transformers_modules."  # where transformers puts the code of checkpoints
 # A "model" without any of these is a language model.
-_TOWERS: Final = ("visual", "vision_tower", "vision_model", "audio_tower")
+_TOWERS: Final = (
+    "visual",
+    "vision_tower",
+    "vision_model",
+    "audio_tower",
+    "get_image_features",
+    "get_audio_features",
+)
 
 _TORCH_DTYPES: Final = {
     Dtype.FLOAT32: torch.float32,

@@ -30,7 +30,7 @@ from gpu_workers.families.plain_pictures import (
 from gpu_workers.families.plain_videos import PlainVideos, VideoSource, no_times, video_sample
 from gpu_workers.families.processed import ProcessedLayout, unfit
 from gpu_workers.families.row_rules import Measured, patch_sides, pixels_of, tile_grids
-from gpu_workers.families.tried_sounds import SoundSource, TriedSounds, sound_sample
+from gpu_workers.families.tried_sounds import SoundSource, TriedSounds
 from gpu_workers.towers import load_towers
 from shm.messages import WorkerConfig
 
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 _PICTURES: Final = "get_image_features"
 _VIDEOS: Final = "get_video_features"
 _SOUNDS: Final = "get_audio_features"
+_REMEMBERED_SHAPES: Final = 65_536
 # What a tower raises for tensors of shapes, or with numbers, that it does not take.
 _REFUSALS: Final = (ValueError, TypeError, IndexError, AttributeError, RuntimeError)
 
@@ -86,12 +87,18 @@ class RowsByTrial:
 
     def __call__(self, arguments: Tensors) -> Measured:
         """Runs the tower unless it has met these shapes before."""
+        return Measured(self.rows(arguments), _grids(arguments, self._patch))
+
+    def rows(self, arguments: Tensors) -> int:
+        """As a call, of anything that has no grids."""
         key = self._key(arguments)
         with self._trial:
             if key not in self._rows:
                 noise = {name: _noise(tensor) for name, tensor in arguments.items()}
+                if len(self._rows) == _REMEMBERED_SHAPES:
+                    self._rows.pop(next(iter(self._rows)))
                 self._rows[key] = len(self._method.rows(noise))
-            return Measured(self._rows[key], _grids(arguments, self._patch))
+            return self._rows[key]
 
     def _key(self, arguments: Tensors) -> object:
         return _key(arguments, masks_count=self._masks_count)
@@ -206,10 +213,10 @@ def _load_videos(config: WorkerConfig, model: PreTrainedModel) -> TriedVideos:
 
 def _load_sounds(config: WorkerConfig, model: PreTrainedModel) -> TriedSounds:
     source = SoundSource(config, model)
-    outputs = source.process(source.samples(sound_sample(source)))
+    outputs = source.process_sample()
     method = FeatureMethod(model, _SOUNDS, list(outputs), source.processor_name)
     rule = RowsByTrial(model, method, masks_count=True)
-    return TriedSounds(source, method, rule, _width(method, outputs), source.layout(method.takes))
+    return TriedSounds(source, method, rule.rows, _width(method, outputs), source.layout(method.takes))
 
 
 def _tried(measure: Callable[[MediaItem], ItemPlan], item: MediaItem) -> ItemPlan:
@@ -223,7 +230,7 @@ def _tried(measure: Callable[[MediaItem], ItemPlan], item: MediaItem) -> ItemPla
 def _width(method: FeatureMethod, outputs: dict[str, Any]) -> int:
     try:
         return int(method.rows(method.arguments(outputs)).shape[-1])
-    except (TypeError, AttributeError, RuntimeError) as error:
+    except _REFUSALS as error:
         raise ConfigurationError(f"the tower does not take what its processor gives: {error}") from error
 
 

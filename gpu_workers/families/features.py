@@ -38,7 +38,7 @@ class FeatureMethod:
         self._method: Callable[..., Any] = getattr(model, name)
         self._output_of = _matched(model, name, offered)
         self._least_rows = least_rows
-        missing = _required(self._method) - set(self._output_of)
+        missing = _required(model, name) - set(self._output_of)
         if missing:
             raise ConfigurationError(
                 f"{type(model).__name__}.{name} needs {', '.join(sorted(missing))}, "
@@ -123,9 +123,10 @@ def _matched(model: PreTrainedModel, name: str, offered: Sequence[str]) -> dict[
 
     The arguments of the model inside count too: the outer one hands on whatever it is given.
     """
-    methods = [getattr(model, name), getattr(getattr(model, "model", None), name, None)]
     names = {
-        argument: None for method in methods if method for argument in inspect.signature(method).parameters
+        argument: None
+        for method in _methods(model, name)
+        for argument in inspect.signature(method).parameters
     }
     matched = {argument: argument for argument in names if argument in offered}
     masks = [argument for argument in names if argument.endswith("_mask") and argument not in matched]
@@ -134,10 +135,17 @@ def _matched(model: PreTrainedModel, name: str, offered: Sequence[str]) -> dict[
     return matched
 
 
-def _required(method: Callable[..., Any]) -> set[str]:
+def _methods(model: PreTrainedModel, name: str) -> list[Callable[..., Any]]:
+    """The model's own, and that of the model inside, which the outer one may only hand on to."""
+    inner = getattr(getattr(model, "model", None), name, None)
+    return [getattr(model, name), *([inner] if inner else [])]
+
+
+def _required(model: PreTrainedModel, name: str) -> set[str]:
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {
         argument.name
+        for method in _methods(model, name)
         for argument in inspect.signature(method).parameters.values()
         if argument.default is inspect.Parameter.empty and argument.kind in named
     }

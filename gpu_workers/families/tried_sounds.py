@@ -5,17 +5,17 @@ off.
 """
 
 import logging
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
 import numpy as np
-from transformers import AutoFeatureExtractor, AutoProcessor, PreTrainedModel
+from transformers import AutoFeatureExtractor, AutoProcessor, PreTrainedModel, ProcessorMixin
 
-from gpu_workers.errors import ItemError
+from gpu_workers.errors import ConfigurationError, ItemError
 from gpu_workers.families.base import ItemPlan, MediaItem, Prepared, Rows
 from gpu_workers.families.composed import only_media
 from gpu_workers.families.features import FeatureMethod, Tensors
 from gpu_workers.families.processed import ProcessedLayout, tensors_among, unfit
-from gpu_workers.families.row_rules import RowRule
 from gpu_workers.families.sound import MAX_SECONDS, choose_rate, silence
 from gpu_workers.families.speech import check_has_extractor
 from gpu_workers.media.audio import AudioReader, Samples
@@ -23,6 +23,8 @@ from shm.errors import ErrorCode
 from shm.messages import ItemAux, WorkerConfig
 
 logger = logging.getLogger(__name__)
+
+RowCount: TypeAlias = Callable[[Tensors], int]
 
 _SAMPLE_SECONDS: Final = 1
 # Seconds of sounds whose outputs have in common what is fixed; more than any model's window at the end.
@@ -70,6 +72,19 @@ class SoundSource:
         except _REFUSALS:
             raise ItemError(ErrorCode.UNSUPPORTED_FORMAT) from None
 
+    def sample(self) -> MediaItem:
+        """A second of silence."""
+        return MediaItem("audio", (memoryview(silence(_SAMPLE_SECONDS * self.rate, self.rate)),))
+
+    def process_sample(self) -> dict[str, Any]:
+        """The outputs for the sample. ConfigurationError that says what the processor raises."""
+        try:
+            return self._outputs(self.samples(self.sample()))
+        except _REFUSALS as error:
+            raise ConfigurationError(
+                f"{self.processor_name} gives nothing for a sound: {_said(error)}"
+            ) from error
+
     def layout(self, names: list[str]) -> ProcessedLayout:
         """Of the outputs of these names."""
         outputs = []
@@ -82,14 +97,17 @@ class SoundSource:
 
     def _outputs(self, samples: Samples) -> dict[str, Any]:
         if self._processor is self._extractor:
-            return dict(self._extractor([samples], padding=True, return_tensors="pt", **self._options))
+            return dict(self._extractor([samples], return_tensors="pt", **self._options))
         tokenizer = getattr(self._processor, "tokenizer", None)
         merged = self._processor._merge_kwargs(
             tokenizer_init_kwargs=getattr(tokenizer, "init_kwargs", {}),
             return_tensors="pt",
             audio_kwargs=self._options,
         )
-        outputs, _ = self._processor._process_audio([samples], **merged["audio_kwargs"])
+        options = merged["audio_kwargs"]
+        if type(self._processor)._process_audio is ProcessorMixin._process_audio:
+            return dict(self._extractor([samples], **options))
+        outputs, _ = self._processor._process_audio([samples], **options)
         return dict(outputs)
 
 
@@ -97,12 +115,12 @@ class TriedSounds:
     """A composed.Part."""
 
     def __init__(
-        self, source: SoundSource, method: FeatureMethod, rule: RowRule, dim: int, layout: ProcessedLayout
+        self, source: SoundSource, method: FeatureMethod, rows_of: RowCount, dim: int, layout: ProcessedLayout
     ) -> None:
-        """rule: by trial, of real tensors. layout: of the outputs that the method takes."""
+        """rows_of: by trial, of real tensors. layout: of the outputs that the method takes."""
         self._source = source
         self._method = method
-        self._rule = rule
+        self._rows_of = rows_of
         self._dim = dim
         self._layout = layout
 
@@ -113,7 +131,7 @@ class TriedSounds:
 
     def sample(self) -> MediaItem:
         """A second of silence."""
-        return sound_sample(self._source)
+        return self._source.sample()
 
     def inspect(self, item: MediaItem) -> ItemPlan | None:
         """Never: a trial is nothing to wait for."""
@@ -122,15 +140,19 @@ class TriedSounds:
     def measure(self, item: MediaItem) -> ItemPlan:
         """By processing, and a trial where needed."""
         if item.kind == "processed":
-            arguments = self._method.arguments(self._layout.outputs(item.data))
-            refusal = unfit()
+            outputs, too_short, refusal = self._layout.outputs(item.data), unfit(), unfit()
         else:
-            arguments = self._method.arguments(self._source.process(self._source.samples(item)))
+            samples = self._source.samples(item)
+            outputs = self._source.process(samples)
+            too_short = ItemError(ErrorCode.TOO_SHORT, len(samples), len(samples) + 1)
             refusal = ItemError(ErrorCode.UNSUPPORTED_FORMAT)
+        arguments = self._method.arguments(outputs)
         try:
-            rows = self._rule(arguments).rows
+            rows = self._rows_of(arguments)
         except _REFUSALS:
             raise refusal from None
+        if rows == 0:
+            raise too_short
         frames = frames_of(arguments, self._source.mel_bins)
         aux = ItemAux(audio_feature_length=frames)
         return ItemPlan(rows, [[frames]], 0, 0, frames, aux=aux, media_plan=arguments)
@@ -145,9 +167,8 @@ class TriedSounds:
         return list(self._method.encode_singly(batch))
 
 
-def sound_sample(source: SoundSource) -> MediaItem:
-    """A second of silence."""
-    return MediaItem("audio", (memoryview(silence(_SAMPLE_SECONDS * source.rate, source.rate)),))
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def frames_of(arguments: Tensors, mel_bins: int) -> int:
@@ -160,16 +181,17 @@ def frames_of(arguments: Tensors, mel_bins: int) -> int:
 
 
 def _load_processor(config: WorkerConfig) -> Any:
-    """The whole processor, or the feature extractor alone where that is all there is."""
+    """The whole processor, or the feature extractor where that is all there is."""
+    trusted = {"trust_remote_code": config.trust_remote_code}
     try:
-        processor = AutoProcessor.from_pretrained(
-            config.checkpoint, trust_remote_code=config.trust_remote_code
-        )
-        if getattr(processor, "_audio_processor", None) is not None:
-            return processor
-        check_has_extractor(config.checkpoint)
-        return AutoFeatureExtractor.from_pretrained(
-            config.checkpoint, trust_remote_code=config.trust_remote_code
-        )
-    except ImportError as error:  # a library that this processor wants
+        processor = AutoProcessor.from_pretrained(config.checkpoint, **trusted)
+    except (OSError, ValueError, ImportError) as error:  # no tokenizer, most often, which sound does not need
+        logger.info("the checkpoint has no whole processor: %s", _said(error))
+        processor = None
+    if getattr(processor, "_audio_processor", None) is not None:
+        return processor
+    check_has_extractor(config.checkpoint)
+    try:
+        return AutoFeatureExtractor.from_pretrained(config.checkpoint, **trusted)
+    except ImportError as error:  # a library that this extractor wants
         raise ValueError(" ".join(str(error).split())) from None
