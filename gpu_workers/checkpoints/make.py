@@ -27,6 +27,7 @@ RECIPES: Final = {
     "qwen2_audio": f"{_HERE}.speech:qwen2_audio",
     "qwen3_asr": f"{_HERE}.speech:qwen3_asr",
     "glmasr": f"{_HERE}.speech:glmasr",
+    "gemma3n": f"{_HERE}.gemma3n:gemma3n",
     "llava": f"{_HERE}.tiles:llava",
     "llava_next": f"{_HERE}.tiles:llava_next",
     "llava_onevision": f"{_HERE}.tiles:llava_onevision",

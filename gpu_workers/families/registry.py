@@ -34,6 +34,7 @@ _LOADERS: Final = {
     "qwen3_omni_moe": "gpu_workers.families.qwen_omni:load",
     "qwen3_asr": "gpu_workers.families.speech:load",
     "glmasr": "gpu_workers.families.speech:load",
+    "gemma3n": "gpu_workers.families.gemma3n:load",
     "gemma3": "gpu_workers.families.plain:load",
     "llava": "gpu_workers.families.plain:load",
     "llava_next": "gpu_workers.families.plain:load",
