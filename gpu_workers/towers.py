@@ -6,6 +6,7 @@ only the towers' weights are ever in memory, and everything from_pretrained know
 weights, non-persistent buffers) still works.
 """
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -45,11 +46,13 @@ def load_towers(
     device: torch.device,
     trust_remote_code: bool,
     config: PreTrainedConfig | None = None,
+    key_mapping: Mapping[str, str] | None = None,
 ) -> PreTrainedModel:
     """The model without its language model, in eval mode, on `device`; its get_*_features methods work.
 
     dtype: "auto" (the checkpoint's), "float32", "float16" or "bfloat16". config: of a part of the checkpoint,
-    such as its thinker, where model_class is only that; None: the checkpoint's own.
+    such as its thinker, where model_class is only that; None: the checkpoint's own. key_mapping: regular
+    expressions for names of weights, and what the model calls them, before transformers' own renaming.
 
     ConfigurationError if the checkpoint lacks a weight of a tower; whatever from_pretrained raises for a
     damaged one.
@@ -61,6 +64,7 @@ def load_towers(
         dtype=dtype if dtype == "auto" else getattr(torch, dtype),
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
+        key_mapping=None if key_mapping is None else dict(key_mapping),
     )
     missing = sorted(loading["missing_keys"])
     if missing:

@@ -19,7 +19,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module, ini
 from transformers.utils import HF_MODULES_CACHE
 
 from gpu_workers.errors import ConfigurationError
-from gpu_workers.families import anything, encoder_hook
+from gpu_workers.families import anything, encoder_hook, kimi_vl
 from gpu_workers.families.composed import ComposedFamily, Part, compose
 from gpu_workers.families.own_pictures import OwnPictures
 from gpu_workers.families.registry import read_config
@@ -29,6 +29,8 @@ from shm.messages import WorkerConfig
 logger = logging.getLogger(__name__)
 
 _MODEL_CLASSES: Final = "AutoModel"  # the keys of auto_map that name a model begin so
+# Models that transformers' classes of others can stand for, so that the flag is a choice.
+_WITHOUT_CODE: Final = {"kimi_vl": kimi_vl.load}
 _LOCK_NAME: Final = ".encoderd.lock"
 # A model of pictures without get_image_features: the method that its forward calls for them.
 _PICTURE_METHODS: Final = {"kimi_vl": "_extract_image_features"}
@@ -38,6 +40,9 @@ def load(config: WorkerConfig, device: torch.device, model_type: str) -> Compose
     """Load the checkpoint's towers by its own class. ConfigurationError that names what is missing."""
     if model_type in CONFIG_MAPPING:  # transformers' own code is the one to run
         return anything.load(msgspec.structs.replace(config, trust_remote_code=False), device, model_type)
+    known = _WITHOUT_CODE.get(model_type)
+    if known is not None and not (config.trust_remote_code and _class_reference(config.checkpoint)):
+        return known(config, device, model_type)
     if not config.trust_remote_code:
         raise ConfigurationError(
             f"model_type {model_type!r} is not in transformers, and its code in the checkpoint is only run "

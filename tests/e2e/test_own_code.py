@@ -100,8 +100,11 @@ def test_what_mimo_does_not_take_is_a_4xx(mimo: Daemon) -> None:
     encode(mimo, "AUDIO", text(png(picture(28, 28)))).check_problem(422)
 
 
-def test_kimi_vl_is_served_by_its_own_code(own_checkpoints: dict[str, Path]) -> None:
-    with Daemon(str(own_checkpoints["kimi_vl"]), *SMALL_MEMORY, TRUST, workers=1) as daemon:
+@pytest.mark.parametrize("options", [(), (TRUST,)])
+def test_kimi_vl_is_served_with_and_without_its_own_code(
+    own_checkpoints: dict[str, Path], options: tuple[str, ...]
+) -> None:
+    with Daemon(str(own_checkpoints["kimi_vl"]), *SMALL_MEMORY, *options, workers=1) as daemon:
         daemon.wait_ready()
         images = {"type": "image", "image": [text(png(picture(56, 84))), text(png(picture(30, 50)))]}
         answer = encode(daemon, "IMAGE", text(png(picture(56, 84))), images)

@@ -16,6 +16,7 @@ class KimiVLImageProcessor(BaseImageProcessor):  # type: ignore[misc]
     def __init__(
         self,
         patch_size: int = 14,
+        pad_input: bool = True,
         in_token_limit: int = 4096,
         merge_kernel_size: tuple[int, int] = (2, 2),
         image_mean: tuple[float, ...] = (0.5, 0.5, 0.5),
@@ -25,6 +26,7 @@ class KimiVLImageProcessor(BaseImageProcessor):  # type: ignore[misc]
         """in_token_limit: patches of the largest picture; larger ones shrink."""
         super().__init__(**kwargs)
         self.patch_size = patch_size
+        self.pad_input = pad_input  # the stand-in always pads
         self.in_token_limit = in_token_limit
         self.merge_kernel_size = list(merge_kernel_size)
         self.image_mean = list(image_mean)
