@@ -18,11 +18,16 @@ def build(target: Path, flags: Sequence[str], csrc: Path = CSRC) -> Path:
     return target
 
 
-def changed(folder: Path, name: str, before: str, after: str) -> Path:
-    """A copy of the sources in folder, where the one `before` in file `name` became `after`."""
+def changed(folder: Path, name: str, before: str, after: str, *, function: str = "") -> Path:
+    """A copy of the sources in folder, where the one `before` in file `name` became `after`.
+
+    function: only in the body of this one, where others have the same line.
+    """
     for path in CSRC.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     text = (folder / name).read_text()
-    assert text.count(before) == 1
-    (folder / name).write_text(text.replace(before, after))
+    start = text.index(f"{function}(") if function else 0
+    end = text.index("\n}\n", start) if function else len(text)
+    assert text.count(before, start, end) == 1
+    (folder / name).write_text(text[:start] + text[start:end].replace(before, after) + text[end:])
     return folder

@@ -12,7 +12,7 @@ from tests.stress.compiled import build, changed
 # goes through a release and an acquire that it does model. -fno-builtin: a memcpy that became instructions
 # would not be watched.
 FLAGS = ("-O1", "-fsanitize=thread", "-Wno-tsan", "-fno-builtin")
-COUNT = {"spin": 30_000, "futex": 30_000, "eventfd": 30_000, "header": 10_000}
+COUNT = {"spin": 30_000, "several": 30_000, "futex": 30_000, "eventfd": 30_000, "header": 10_000}
 RACE = 66
 
 pytestmark = program("gcc", package="gcc")
@@ -41,17 +41,19 @@ def test_two_threads_have_no_data_race_and_lose_nothing(harness: Path, what: str
 
 
 @pytest.mark.parametrize(
-    "ordered",
+    ("what", "function", "ordered"),
     [
-        "&ring->side->tail, ring->tail, memory_order_release",
-        "&ring->side->head, ring->head, memory_order_release",
-        "&ring->peer->tail, memory_order_acquire",
-        "&ring->peer->head, memory_order_acquire",
+        ("spin", "ring_try_publish", "&ring->side->tail, ring->tail, memory_order_release"),
+        ("spin", "ring_try_take", "&ring->side->head, ring->head, memory_order_release"),
+        ("several", "ring_try_publish_many", "&ring->side->tail, ring->tail, memory_order_release"),
+        ("several", "ring_take_many", "&ring->side->head, ring->head, memory_order_release"),
+        ("spin", "ring_pending", "&ring->peer->tail, memory_order_acquire"),
+        ("spin", "ring_free_slots", "&ring->peer->head, memory_order_acquire"),
     ],
 )
-def test_a_release_or_acquire_less_is_seen(tmp_path: Path, ordered: str) -> None:
+def test_a_release_or_acquire_less_is_seen(tmp_path: Path, what: str, function: str, ordered: str) -> None:
     relaxed = ordered.rpartition(" ")[0] + " memory_order_relaxed"
-    csrc = changed(tmp_path, "ring.c", ordered, relaxed)
-    finished = run(build(tmp_path / "threads", FLAGS, csrc), "spin")
+    csrc = changed(tmp_path, "ring.c", ordered, relaxed, function=function)
+    finished = run(build(tmp_path / "threads", FLAGS, csrc), what)
     assert finished.returncode == RACE
     assert "data race" in finished.stderr

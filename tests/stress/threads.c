@@ -1,7 +1,8 @@
 /* threads.c - ring.c, doorbell.c and block.c under a sanitizer: two threads over one shared mapping.
  *
- * usage: threads spin|futex|eventfd|header COUNT. In spin the doorbell is never armed, so that nothing but the
- * two cursors orders the slots (its exchanges would hide a missing release). Exit 0: every message arrived in order, every header was whole.
+ * usage: threads spin|several|futex|eventfd|header COUNT. In spin, and in several (many messages at a time), the
+ * doorbell is never armed, so that nothing but the two cursors orders the slots (its exchanges would hide a missing
+ * release). Exit 0: every message arrived in order, every header was whole.
  * Driven by test_thread_sanitizer.py (ThreadSanitizer itself ends the program when it sees a data race) and,
  * without a sanitizer, by test_lost_wakeups.py. Built with -DSLOT_COUNT=1 a lost wake-up stops everything.
  */
@@ -21,6 +22,7 @@
 #ifndef SLOT_COUNT
 #define SLOT_COUNT 2
 #endif
+#define SEVERAL (SLOT_COUNT + 1) /* more than the ring has room for */
 #define REGION_BYTES 4096
 #define ROWS 64
 #ifndef A_LONG_TIME_NS
@@ -124,6 +126,65 @@ static void take_all(struct run *run)
     }
 }
 
+/* --- the ring, several messages at a time --- */
+
+static void number_slots(unsigned char (*slots)[SLOT_BYTES], uint64_t first)
+{
+    for (size_t i = 0; i < SEVERAL * SLOT_BYTES / sizeof first; i++) {
+        uint64_t number = first + i / (SLOT_BYTES / sizeof first);
+        memcpy(&slots[0][i * sizeof number], &number, sizeof number);
+    }
+}
+
+static void *publish_several(void *argument)
+{
+    struct run *run = argument;
+    struct ring_producer ring = {
+        .side = (struct ring_producer_side *)(run->region + CONSUMER_SIDE_BYTES),
+        .peer = (struct ring_consumer_side *)run->region,
+        .slot_count = SLOT_COUNT,
+        .peer_writable = true,
+        .eventfd = -1,
+    };
+    ring_producer_open(&ring);
+    for (uint64_t number = 0; number < run->count;) {
+        unsigned char slots[SEVERAL][SLOT_BYTES];
+        number_slots(slots, number);
+        uint64_t count = run->count - number < SEVERAL ? run->count - number : SEVERAL;
+        uint64_t published = 0;
+        int bell_error = 0;
+        enum ring_status status;
+        while ((status = ring_try_publish_many(&ring, slots[0], count, &published, &bell_error)) == RING_FULL)
+            sched_yield();
+        require(status == RING_OK && bell_error == 0 && published >= 1 && published <= count, "publish failed");
+        number += published;
+    }
+    return NULL;
+}
+
+static void take_several(struct run *run)
+{
+    struct ring_consumer ring = {
+        .peer = (const struct ring_producer_side *)(run->region + CONSUMER_SIDE_BYTES),
+        .side = (struct ring_consumer_side *)run->region,
+        .slot_count = SLOT_COUNT,
+    };
+    ring_consumer_open(&ring);
+    for (uint64_t number = 0; number < run->count;) {
+        unsigned char taken[SLOT_COUNT][SLOT_BYTES], expected[SEVERAL][SLOT_BYTES];
+        uint64_t count;
+        require(ring_pending(&ring, &count) == RING_OK, "the ring is corrupt");
+        if (count == 0) {
+            sched_yield();
+            continue;
+        }
+        ring_take_many(&ring, taken[0], count);
+        number_slots(expected, number);
+        require(memcmp(taken, expected, count * SLOT_BYTES) == 0, "a message is torn or out of order");
+        number += count;
+    }
+}
+
 /* --- the header --- */
 
 /* The worker: fill a block row by row; reuse the rows only when the reader has let go of them. */
@@ -187,15 +248,23 @@ static unsigned char *map_region(void)
 
 int main(int argc, char **argv)
 {
-    require(argc == 3, "usage: threads spin|futex|eventfd|header COUNT");
+    require(argc == 3, "usage: threads spin|several|futex|eventfd|header COUNT");
     struct run run = {.region = map_region(), .count = strtoull(argv[2], NULL, 10), .eventfd = -1};
     run.spin = strcmp(argv[1], "spin") == 0;
-    bool header = strcmp(argv[1], "header") == 0;
-    if (strcmp(argv[1], "eventfd") == 0)
+    void *(*writer)(void *) = publish_all;
+    void (*reader)(struct run *) = take_all;
+    if (strcmp(argv[1], "header") == 0) {
+        writer = fill_all;
+        reader = read_all;
+    } else if (strcmp(argv[1], "several") == 0) {
+        writer = publish_several;
+        reader = take_several;
+    } else if (strcmp(argv[1], "eventfd") == 0) {
         run.eventfd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    }
     pthread_t thread;
-    require(pthread_create(&thread, NULL, header ? fill_all : publish_all, &run) == 0, "pthread_create");
-    header ? read_all(&run) : take_all(&run);
+    require(pthread_create(&thread, NULL, writer, &run) == 0, "pthread_create");
+    reader(&run);
     pthread_join(thread, NULL);
     return 0;
 }
