@@ -66,6 +66,26 @@ class OwnModel(PreTrainedModel):
         return self.eyes(pixel_values_videos)
 """
 
+# A model without hooks, for a processor that transformers has.
+PLAIN_MODEL = """
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+class PlainConfig(PreTrainedConfig):
+    model_type = "plain_vl"
+
+class PlainModel(PreTrainedModel):
+    config_class = PlainConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.eyes = nn.Conv2d(3, 8, kernel_size=14, stride=14)
+        self.post_init()
+
+    def get_image_features(self, pixel_values):
+        return self.eyes(pixel_values).flatten(2).transpose(1, 2)
+"""
+
 
 def load(checkpoint: Path, **changes: Any) -> Family:
     config = worker_config(checkpoint=str(checkpoint), tower="auto", **{"trust_remote_code": True} | changes)
@@ -98,18 +118,22 @@ def whole(tiny_checkpoints: TinyCheckpoints) -> WholeKimi:
     return WholeKimi(tiny_checkpoints["kimi_vl"])
 
 
-@pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("own_vl")
-    (directory / "own.py").write_text(OWN_MODEL)
-    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
-    described = {"model_type": "own_vl", "architectures": ["OwnModel"], "auto_map": auto_map}
+def write_checkpoint(directory: Path, code: str, model_type: str, name: str) -> Path:
+    """Weights, and the code beside them; name: as the classes begin."""
+    (directory / "own.py").write_text(code)
+    auto_map = {"AutoConfig": f"own.{name}Config", "AutoModel": f"own.{name}Model"}
+    described = {"model_type": model_type, "architectures": [f"{name}Model"], "auto_map": auto_map}
     (directory / "config.json").write_text(json.dumps(described))
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=True)
     model = transformers.AutoModel.from_config(config, trust_remote_code=True)
     model.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(described | {"dtype": "float32"}))
     return directory
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("own_vl"), OWN_MODEL, "own_vl", "Own")
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
@@ -196,6 +220,20 @@ def test_a_hook_with_hugging_faces_methods_is_used(own: Path) -> None:
         )
         with torch.inference_mode():
             assert torch.equal(rows, model.get_image_features(**outputs))
+
+
+def test_a_model_without_hooks_is_tried_like_any_of_transformers(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, PLAIN_MODEL, "plain_vl", "Plain")
+    square = {"height": 56, "width": 56}
+    transformers.CLIPImageProcessor(size={"shortest_edge": 56}, crop_size=square).save_pretrained(tmp_path)
+    family = load(tmp_path)
+    image = picture(60, 90)
+    model = transformers.AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="torchvision")
+    inputs = processor(images=[image], return_tensors="pt")
+    with torch.inference_mode():
+        expected = model.get_image_features(**inputs)[0]
+    assert torch.equal(encode(family, picture_item(png(image)))[0], expected)
 
 
 @pytest.mark.parametrize("name", ["mimo_v2", "own_vl"])
