@@ -35,6 +35,7 @@ class BatchLimits:
     max_items: int
     max_patches: int
     max_wait_ns: int = 0  # 0: an idle device starts at once
+    prepare_beside_forward: int | None = None  # items at a time while a forward runs; None: every thread
 
     @property
     def max_prepared_patches(self) -> int:
@@ -73,6 +74,8 @@ class Backlog:
         self._measured: deque[Job] = deque()
         self._prepared: list[Item] = []
         self._prepared_patches = 0  # of items HELD_FOR_PREPARE and PREPARED
+        self._preparing = 0  # items HELD_FOR_PREPARE
+        self._forwards = 0  # batches that the device has
         self._finishing = False
 
     # --- intake ---
@@ -146,7 +149,7 @@ class Backlog:
         with self._lock:
             while True:
                 item = self._first_waiting()
-                if item is not None and self._may_hold_prepared(item):
+                if item is not None and self._may_hold_prepared(item) and self._has_core_to_prepare():
                     break
                 if self._finished():
                     return None
@@ -160,6 +163,8 @@ class Backlog:
         """The item's size is known; with the last one of its job intake hears of it."""
         with self._lock:
             job = item.job
+            self._preparing -= 1
+            self._let_prepare()
             job.held_items -= 1
             job.timings.preprocess_ns += spent_ns
             if job.error is not None:
@@ -177,6 +182,8 @@ class Backlog:
         """
         with self._lock:
             now_ns = time.monotonic_ns()
+            self._preparing -= len(results)
+            self._let_prepare()
             for item, outcome, spent_ns in results:
                 job = item.job
                 job.held_items -= 1
@@ -212,6 +219,7 @@ class Backlog:
                     return None
                 self._may_encode.wait()
             batch = next_batch(self._prepared, self._limits.max_items, self._limits.max_patches)
+            self._forwards += 1
             self._leave_prepared(batch)
             for item in batch:
                 item.state = ItemState.HELD_FOR_ENCODE
@@ -225,6 +233,8 @@ class Backlog:
     def bring_batch(self, results: Sequence[EncodeResult], forward_ns: int, copy_ns: int) -> None:
         """The batch's rows are in their blocks, or say why not. Calls of one thread only, in batch order."""
         with self._lock:
+            self._forwards -= 1
+            self._let_prepare()  # all cores are theirs until the next batch
             jobs = _jobs_of(result.item for result in results)
             for job in jobs:
                 job.timings.forward_ns += forward_ns
@@ -262,6 +272,7 @@ class Backlog:
         """A thread has the item, to measure or to prepare it."""
         item.state = ItemState.HELD_FOR_PREPARE
         item.job.held_items += 1
+        self._preparing += 1
         self._prepared_patches += item.cost_patches
         timings = item.job.timings
         if timings.queue_ns == 0:
@@ -285,6 +296,17 @@ class Backlog:
         total_patches = self._prepared_patches + item.cost_patches
         return self._prepared_patches == 0 or total_patches <= self._limits.max_prepared_patches
 
+    def _has_core_to_prepare(self) -> bool:
+        """Whether one more item may be prepared now. A forward on the processor goes first, and so does the
+        first item of a job whose first rows are waited for; what they leave over prepares the next batch."""
+        limit = self._limits.prepare_beside_forward
+        if limit is None or self._preparing < limit:
+            return True
+        return not (self._forwards or self._prepared or self._first_rows_are_waited_for())
+
+    def _first_rows_are_waited_for(self) -> bool:
+        return any(job.is_streamed and not job.taken_items for job in self._jobs.values())
+
     def _batch_wait_ns(self) -> int:
         """How long the device still waits for more items; nothing once a batch is full or none will come."""
         if not self._limits.max_wait_ns or self._finishing:
@@ -297,7 +319,12 @@ class Backlog:
 
     def _leave_prepared(self, items: list[Item]) -> None:
         self._prepared_patches -= sum(item.cost_patches for item in items)
-        self._may_prepare.notify(len(items))
+        self._let_prepare()
+
+    def _let_prepare(self) -> None:
+        """Fewer items are prepared, or being prepared: there may be room for the next."""
+        if self._waiting and self._has_core_to_prepare():
+            self._may_prepare.notify()  # whoever takes the next one wakes another
 
     def _drop_expired_prepared(self) -> None:
         now_ns = time.monotonic_ns()

@@ -28,7 +28,7 @@ class Device(Protocol):
     """Where forwards run. `mark` is for the device thread, the two copy methods are for deliver.py's."""
 
     name: str
-    copies_overlap: bool  # whether copies go on beside the next forward
+    is_asynchronous: bool  # forwards and copies go on by themselves, and leave the processor to others
 
     def mark(self) -> Mark:
         """The end of everything the device thread has asked for so far."""
@@ -61,7 +61,7 @@ class PlainDevice:
     """The processor, with numpy rows: for towers without torch."""
 
     name = "cpu"
-    copies_overlap = False
+    is_asynchronous = False
 
     def mark(self) -> Mark:
         """Already reached."""

@@ -44,7 +44,7 @@ class CpuDevice:
     """Works while it is asked; nothing is ever under way."""
 
     name = "cpu"
-    copies_overlap = False
+    is_asynchronous = False
     torch_device = torch.device("cpu")
 
     def mark(self) -> Mark:
@@ -89,7 +89,7 @@ class CudaDevice:
     Where pinning is refused they are slower and still right.
     """
 
-    copies_overlap = True
+    is_asynchronous = True
 
     def __init__(self, index: int, segment: Region) -> None:
         torch.cuda.set_device(index)

@@ -146,7 +146,13 @@ def _start_threads(
     family, device = loaded
     publisher = Publisher(link, faults, on_failed=ranks.forget)
     max_wait_ns = config.max_batch_wait_us * 1000
-    limits = BatchLimits(config.max_batch_items, config.max_batch_patches, max_wait_ns)
+    waits_for_others = device.is_asynchronous or ranks.answer_later
+    limits = BatchLimits(
+        config.max_batch_items,
+        config.max_batch_patches,
+        max_wait_ns,
+        None if waits_for_others else _cores_beside_forward(config),
+    )
     backlog = Backlog(publisher, limits, wake_intake=link.submissions.wake)
     preparer = Preparer(family, ranks, faults)
     intake = Intake(
@@ -163,7 +169,7 @@ def _start_threads(
     signal.signal(signal.SIGTERM, lambda _signal, _frame: intake.request_finish())
     PreparePool(backlog, preparer, heart).start(_prepare_threads(config))
     intake.start()
-    deliver = _deliver(Deliverer(backlog, device, heart), behind=device.copies_overlap or ranks.answer_later)
+    deliver = _deliver(Deliverer(backlog, device, heart), behind=waits_for_others)
     return DeviceLoop(backlog, family, device, deliver, heart, faults, ranks)
 
 
@@ -174,6 +180,11 @@ def _deliver(deliverer: Deliverer, *, behind: bool) -> Callable[[EncodedBatch], 
     thread = DeliverThread(deliverer)
     thread.start()
     return thread.put
+
+
+def _cores_beside_forward(config: WorkerConfig) -> int:
+    """Cores that a forward on the processor leaves free; at least one is used."""
+    return max(1, len(os.sched_getaffinity(0)) - config.torch_threads)
 
 
 def _prepare_threads(config: WorkerConfig) -> int:

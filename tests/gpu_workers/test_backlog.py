@@ -36,8 +36,15 @@ class Bench:
     control: ControlLink
     woken: threading.Event = field(default_factory=threading.Event)
 
-    def backlog(self, max_items: int = 8, max_patches: int = 100, max_wait_ns: int = 0) -> Backlog:
-        return Backlog(self.publisher, BatchLimits(max_items, max_patches, max_wait_ns), self.woken.set)
+    def backlog(
+        self,
+        max_items: int = 8,
+        max_patches: int = 100,
+        max_wait_ns: int = 0,
+        beside_forward: int | None = None,
+    ) -> Backlog:
+        limits = BatchLimits(max_items, max_patches, max_wait_ns, beside_forward)
+        return Backlog(self.publisher, limits, self.woken.set)
 
     def job(self, ticket: int, *patches: int, deadline_ns: int = FAR_NS, at_once: bool = False) -> Job:
         """A job with one item of one row for each number of patches."""
@@ -124,6 +131,45 @@ def test_prepared_items_wait_within_a_bound(bench: Bench) -> None:
     batch(backlog)  # takes 80 patches away
     waiting.join()
     assert backlog.statistics()["prepared_patches"] == 160
+
+
+def test_while_a_forward_runs_it_leaves_few_cores_to_preprocessing(bench: Bench) -> None:
+    backlog = bench.backlog(beside_forward=1)
+    begin(backlog, bench.job(1, *[1] * 6))
+    ahead = [backlog.take_to_prepare() for _ in range(2)]  # the device is idle: every thread
+    backlog.bring_prepared([PrepareResult(item, Prepared("image", item.plan)) for item in ahead if item])
+    on_the_device = batch(backlog)
+    held = backlog.take_to_prepare()
+    assert held is not None
+    taken: list[Item | None] = []
+    second = in_thread(lambda: taken.append(backlog.take_to_prepare()))
+    backlog.bring_prepared([PrepareResult(held, Prepared("image", held.plan))])
+    second.join()  # one at a time
+    third = in_thread(lambda: taken.append(backlog.take_to_prepare()))
+    assert len(taken) == 1
+    deliver(backlog, on_the_device)
+    assert len(taken) == 1  # what is prepared already goes to the device before
+    deliver(backlog, batch(backlog))
+    third.join()  # the device is idle again
+    assert [item.index for item in taken if item is not None] == [3, 4]
+
+
+def test_nothing_is_prepared_beside_the_first_item_of_a_streamed_job_that_would_share_its_core(
+    bench: Bench,
+) -> None:
+    backlog = bench.backlog(beside_forward=1)
+    job = bench.job(1, *[1] * 16)
+    job.is_streamed = True
+    begin(backlog, job)
+    first = backlog.take_to_prepare()
+    assert first is not None
+    taken: list[Item | None] = []
+    second = in_thread(lambda: taken.append(backlog.take_to_prepare()))
+    assert taken == []
+    backlog.bring_prepared([PrepareResult(first, Prepared("image", first.plan))])
+    second.join()  # beside the forward of the first
+    assert [item.index for item in batch(backlog)] == [0]
+    assert [item.index for item in taken if item is not None] == [1]
 
 
 def test_an_item_over_the_bound_is_prepared_alone(bench: Bench) -> None:
@@ -356,7 +402,7 @@ def test_a_job_is_cancelled_while_it_is_being_measured(bench: Bench) -> None:
 
 def batch_sizes(backlog: Backlog, items: int) -> list[int]:
     """Take and bring batches until so many items are done."""
-    sizes = []
+    sizes: list[int] = []
     while sum(sizes) < items:
         batch = backlog.take_batch()
         assert batch is not None
