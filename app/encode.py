@@ -14,12 +14,12 @@ from starlette.requests import Request
 from app.body import announced_media_bytes, check_headers, read_body
 from app.config import ServeConfig
 from app.errors import InvalidRequest, RequestError
-from app.items import InlineItem
 from app.jobs import Encoded, EncodeJob
 from app.logs import RequestNote
 from app.long_texts import split_body
 from app.schema import AnswerItem, AnswerTimings, EncodeAnswer, EncodeRequest, parse_encode, req_id_of
 from app.services import Services
+from app.sources import InlineItem
 from shm.messages import Handle, ItemAux, ItemRows
 
 TIMEOUT_HEADER: Final = "x-request-timeout-ms"

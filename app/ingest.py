@@ -20,7 +20,8 @@ from app.config import ServeConfig
 from app.errors import InvalidItem, ItemTooLarge, MemoryFull
 from app.fetch import FetchHold, MediaFetcher
 from app.files import LocalFile, LocalMedia
-from app.items import CompositeItem, InlineItem, Item, LocalItem, RemoteItem, Source
+from app.items import CompositeItem, Item
+from app.sources import InlineItem, LocalItem, RemoteItem, Source
 from app.tensors import TensorsContent, tensors_layout
 from app.threads import run_to_the_end
 from shm._core import base64_decode_into

@@ -21,7 +21,8 @@ import safetensors.numpy
 from app.errors import InvalidItem, ItemRefused, ItemTooLarge, MemoryFull, RequestError
 from app.fetch import MediaFetcher
 from app.ingest import Ingest
-from app.items import InlineItem, Item, LocalItem, RemoteItem, parse_items
+from app.items import Item, parse_items
+from app.sources import InlineItem, LocalItem, RemoteItem
 from app.threads import run_to_the_end
 from shm.arena import InputArena, create_arena
 from shm.messages import RequestMetadata

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from app.errors import InvalidItem, InvalidRequest
-from app.items import InlineItem
 from app.long_texts import LONG_BYTES, SCAN_INLINE_BYTES, SplitBody, split_body
 from app.schema import EncodeRequest, parse_encode, req_id_of
+from app.sources import InlineItem
 from tests.app.serving import run
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from app.errors import InvalidItem, InvalidRequest
-from app.items import InlineItem
 from app.long_texts import SplitBody
 from app.schema import parse_encode, parse_release
+from app.sources import InlineItem
 
 ITEM = "data:image/png;base64,AAAA"
 
