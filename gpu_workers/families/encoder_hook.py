@@ -23,6 +23,7 @@ from gpu_workers.families.composed import Part
 from gpu_workers.families.hook_media import Loaded, Loader, PictureLoader, SoundLoader, VideoLoader
 from gpu_workers.families.hook_outputs import RowCounts, aux_of, grids_of_outputs, rows_by_hook
 from gpu_workers.families.options import DEFAULT_FPS, DEFAULT_MAX_FRAMES, DEFAULT_MIN_FRAMES
+from gpu_workers.families.patches import patch_count
 from shm.errors import ErrorCode
 from shm.messages import MediaOptions, WorkerConfig
 
@@ -119,7 +120,8 @@ class HookedPart:
         loaded = self._loader.load(item)
         outputs = self._outputs(loaded)
         grids = grids_of_outputs(outputs, self._modality)
-        rows = self._counts.of_media(outputs) + self._counts.of_sound(outputs)
+        sound_rows = self._counts.of_sound(outputs)
+        rows = self._counts.of_media(outputs) + sound_rows
         if rows < 1:
             raise ItemError(ErrorCode.TOO_SHORT, loaded.length, loaded.length + 1)
         return ItemPlan(
@@ -127,7 +129,7 @@ class HookedPart:
             grids=grids,
             width=loaded.width,
             height=loaded.height,
-            cost_patches=rows,
+            cost_patches=patch_count(grids) + sound_rows,
             aux=aux_of(outputs, self._modality, with_sound=self._counts.takes_sound),
             media_plan=outputs,
         )
