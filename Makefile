@@ -46,7 +46,7 @@ model-is-named:
 
 .PHONY: test
 test: lint
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m tests.suite.parts $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(INSTALLED)

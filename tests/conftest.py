@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import pytest
 
-ReportT = TypeVar("ReportT", pytest.TestReport, pytest.CollectReport)
+from tests.shared_memory import names_that_stay, shared_memory_names
 
-SHARED_MEMORY = Path("/dev/shm")
+ReportT = TypeVar("ReportT", pytest.TestReport, pytest.CollectReport)
 
 # Every process started by a test inherits this variable, so an orphan can be told from a stranger.
 SESSION_MARK = "ENCODERD_TEST_SESSION"
@@ -53,17 +53,13 @@ def _fail_if_skipped(report: ReportT, config: pytest.Config) -> ReportT:
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """No name of ours in /dev/shm and no process of ours may outlive the session."""
-    names_before = _shared_memory_names()
+    names_before = shared_memory_names()
     os.environ[SESSION_MARK] = mark = secrets.token_hex(8)
     yield
     del os.environ[SESSION_MARK]
-    left_names = _shared_memory_names() - names_before
+    left_names = names_that_stay(names_before)
     left_processes = _processes_marked(mark)
     assert (left_names, left_processes) == (set(), {}), "left behind in /dev/shm, or running"
-
-
-def _shared_memory_names() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.glob("encoderd-*")}
 
 
 def _processes_marked(mark: str) -> dict[int, str]:

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Self
 
 from tests.e2e.client import Http, until
+from tests.shared_memory import names_that_stay, shared_memory_names
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HANG_GUARD_S = 120.0  # only so that a hang becomes a failure; nothing is asserted about durations
 MARK = "ENCODERD_TEST_MARK"
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class Daemon:
@@ -195,7 +195,7 @@ class Daemon:
                 stack.callback(os.close, descriptor)
                 ended, _, _ = select.select([descriptor], [], [], HANG_GUARD_S)
                 assert ended, f"process {pid} outlived the daemon: {command_line(pid)!r}"
-        left = shared_memory_names() - self._shared_memory_before
+        left = names_that_stay(self._shared_memory_before)
         assert not left, f"left in /dev/shm: {left}"
 
     def discard(self) -> None:
@@ -214,11 +214,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def shared_memory_names() -> set[str]:
-    """Names below /dev/shm that look like ours."""
-    return {entry.name for entry in SHARED_MEMORY.iterdir() if "encoderd" in entry.name}
 
 
 def child_pids(pid: int) -> list[int]:
