@@ -42,6 +42,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_patches: int = 16384
     max_batch_wait_us: int = 0
     preprocess_threads: int = 2
+    preprocess_device: Literal["auto", "cpu", "device"] = "auto"
     torch_threads: int = 1
     max_pixels: int = 33_554_432
     max_aspect_ratio: int = 200

@@ -124,6 +124,7 @@ class Launcher:
             max_batch_patches=config.max_batch_patches,
             max_batch_wait_us=config.max_batch_wait_us,
             preprocess_threads=config.preprocess_threads,
+            preprocess_device=config.preprocess_device,
             torch_threads=config.torch_threads,
             max_pixels=config.max_pixels,
             max_aspect_ratio=config.max_aspect_ratio,

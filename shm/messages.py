@@ -110,6 +110,9 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     trust_remote_code: bool
     log_level: str
     media_options: MediaOptions = MediaOptions()
+    # Where pictures become pixel values. "device": the worker's own, whatever it is; "auto": there if it is
+    # CUDA and the family is a Qwen.
+    preprocess_device: Literal["auto", "cpu", "device"] = "auto"
     max_batch_wait_us: int = 0  # how long an idle device waits for more items to prepare
     # A tensor-parallel group: rank 0 alone has the link; the others have -1 for its descriptors.
     rank: int = 0

@@ -188,7 +188,7 @@ def _model_class(config: WorkerConfig, model_type: str) -> type[PreTrainedModel]
 
 
 def _load_pictures(config: WorkerConfig, model: PreTrainedModel) -> TriedPictures:
-    source = PictureSource(config)
+    source = PictureSource(config, model.device)
     sample = picture_sample()
     outputs = source.process(sample.data, VisionOptions())
     method = FeatureMethod(model, _PICTURES, list(outputs), source.processor_name)
@@ -203,7 +203,7 @@ def _load_pictures(config: WorkerConfig, model: PreTrainedModel) -> TriedPicture
 
 
 def _load_videos(config: WorkerConfig, model: PreTrainedModel) -> TriedVideos:
-    source = VideoSource(config)
+    source = VideoSource(config, model.device)
     sample = video_sample()
     outputs = source.process(sample, source.plan(sample))
     method = FeatureMethod(model, _VIDEOS, list(outputs), source.processor_name)

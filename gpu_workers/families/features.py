@@ -61,7 +61,7 @@ class FeatureMethod:
     def rows(self, arguments: Tensors) -> torch.Tensor:
         """(rows, dim) of everything in the arguments; DeepStack levels behind the main columns."""
         with torch.inference_mode():
-            output = self._method(**{name: self._placed(tensor) for name, tensor in arguments.items()})
+            output = self._method(**self._placed(arguments))
             levels = [_main(output), *(getattr(output, "deepstack_features", None) or [])]
             tables = [_table(level) for level in levels]
             return tables[0] if len(tables) == 1 else torch.cat(tables, dim=-1)
@@ -71,16 +71,23 @@ class FeatureMethod:
         counts = [prepared.plan.rows for prepared in batch]
         # Too few rows: everything twice.
         times = 2 if sum(counts) < self._least_rows else 1
-        rows = self.rows(joined([prepared.features for prepared in batch] * times))
+        rows = self.rows(joined([self._placed(prepared.features) for prepared in batch] * times))
         return list(rows.split(counts * times))[: len(batch)]
 
     def encode_singly(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
         """Rows of each item by a call of its own, for models of which nothing more is known."""
-        return [self.rows(joined([prepared.features])) for prepared in batch]
+        return [self.rows(self._placed(prepared.features)) for prepared in batch]
 
-    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = self._model.dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(self._model.device, dtype, non_blocking=True)
+    def _placed(self, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """On the model's device: some are there already (--preprocess-device), some not (processed items)."""
+        return {
+            name: tensor.to(
+                self._model.device,
+                self._model.dtype if tensor.is_floating_point() else tensor.dtype,
+                non_blocking=True,
+            )
+            for name, tensor in arguments.items()
+        }
 
 
 def joined(items: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:

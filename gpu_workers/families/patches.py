@@ -92,7 +92,9 @@ def encode_patches(
 
 
 def _together(model: PreTrainedModel, batch: Sequence[Prepared], name: str) -> torch.Tensor:
-    return torch.cat(tensors_of(batch, name)).to(model.device, non_blocking=True)
+    """Moved first: some may be there already (--preprocess-device), and some not (processed items)."""
+    tensors = tensors_of(batch, name)
+    return torch.cat([tensor.to(model.device, non_blocking=True) for tensor in tensors])
 
 
 def _joined(rows: list[torch.Tensor]) -> torch.Tensor:

@@ -115,7 +115,7 @@ def load_pictures(
     config: WorkerConfig, model: PreTrainedModel, rule: RuleFactory, least_rows: int
 ) -> PlainPictures:
     """OSError or ValueError if the checkpoint has no image processor."""
-    source = PictureSource(config, _pixtral_step(model))
+    source = PictureSource(config, model.device, _pixtral_step(model))
     outputs = source.process(picture_sample().data, VisionOptions())
     method = FeatureMethod(
         model, "get_image_features", list(outputs), source.processor_name, least_rows=least_rows
@@ -126,7 +126,7 @@ def load_pictures(
 
 def load_videos(config: WorkerConfig, model: PreTrainedModel, traits: VideoTraits) -> PlainVideos:
     """OSError or ValueError if the checkpoint has no video processor."""
-    source = VideoSource(config, traits.adapt, traits.least_frames)
+    source = VideoSource(config, model.device, traits.adapt, traits.least_frames)
     outputs = _outputs_of_sample(source, video_sample())
     method = FeatureMethod(model, traits.method, list(outputs), source.processor_name)
     trial, dim = _try(method, outputs)

@@ -21,6 +21,7 @@ from gpu_workers.families.processed import ProcessedLayout, tensors_among
 from gpu_workers.families.qwen_pictures import PROCESSOR_MAX_ASPECT_RATIO, gray_square
 from gpu_workers.families.row_rules import Measured, RowRule
 from gpu_workers.media.image import ImageReader, ImageSize, parse_background
+from gpu_workers.media.pixels import device_memory
 from shm.errors import ErrorCode
 from shm.messages import WorkerConfig
 
@@ -34,9 +35,11 @@ _LAYOUT_SIZES: Final = (ImageSize(56, 56), ImageSize(1344, 336), ImageSize(336, 
 class PictureSource:
     """The checkpoint's image processor and the reader in front of it. Any number of threads may use it."""
 
-    def __init__(self, config: WorkerConfig, patch_size: int | None = None) -> None:
-        """patch_size: the processor's, whatever its file says. OSError or ValueError if the checkpoint has no
-        image processor."""
+    def __init__(self, config: WorkerConfig, device: torch.device, patch_size: int | None = None) -> None:
+        """device: the tower's, where the processor runs if --preprocess-device says so. patch_size: the
+        processor's, whatever its file says. OSError or ValueError if the checkpoint has no image
+        processor."""
+        self._device = device if config.preprocess_device == "device" else torch.device("cpu")
         known, others = daemon_options("image", config.media_options.image)
         if patch_size is not None:
             others = {"patch_size": {"height": patch_size, "width": patch_size}, **others}
@@ -60,7 +63,9 @@ class PictureSource:
 
     def process(self, file: memoryview, wanted: VisionOptions) -> dict[str, Any]:
         """The processor's outputs for one encoded picture. ItemError."""
-        return self._run(torch.from_numpy(self._reader.rgb(file).copy()).permute(2, 0, 1), wanted)
+        picture = torch.from_numpy(self._reader.rgb(file).copy()).to(self._device)
+        with device_memory():
+            return self._run(picture.permute(2, 0, 1), wanted)
 
     def dry_run(self, size: ImageSize, wanted: VisionOptions) -> dict[str, Any]:
         """The outputs for a picture of this size: pixels on the meta device, sizes and grids real. ItemError

@@ -29,6 +29,7 @@ from gpu_workers.families.processed import ProcessedLayout, tensors_among
 from gpu_workers.families.qwen_pictures import PROCESSOR_MAX_ASPECT_RATIO, gray_square
 from gpu_workers.families.row_rules import RowRule, pixels_of
 from gpu_workers.media.image import parse_background
+from gpu_workers.media.pixels import device_memory
 from gpu_workers.media.video import VideoReader
 from gpu_workers.media.video_plan import VideoLimits, VideoMetadata, VideoPlan
 from shm.errors import ErrorCode
@@ -68,9 +69,12 @@ def unchanged(outputs: dict[str, Any]) -> dict[str, Any]:
 class VideoSource:
     """The checkpoint's video processor and the reader in front of it. Any number of threads may use it."""
 
-    def __init__(self, config: WorkerConfig, adapt: Adapt = unchanged, least_frames: int = 1) -> None:
-        """least_frames: a shorter video shows its last frame again. OSError or ValueError if the checkpoint
-        has no video processor."""
+    def __init__(
+        self, config: WorkerConfig, device: torch.device, adapt: Adapt = unchanged, least_frames: int = 1
+    ) -> None:
+        """device: the tower's, where the processor runs if --preprocess-device says so. least_frames: a
+        shorter video shows its last frame again. OSError or ValueError if the checkpoint has no video
+        processor."""
         known, others = daemon_options("video", config.media_options.video)
         processor = AutoVideoProcessor.from_pretrained(
             config.checkpoint, trust_remote_code=config.trust_remote_code, **others
@@ -81,6 +85,7 @@ class VideoSource:
         )
         background = parse_background(config.rgba_background)
         self._reader = VideoReader(limits, background, config.preprocess_threads)
+        self._device = device if config.preprocess_device == "device" else torch.device("cpu")
         self._adapt = adapt
         self._least_frames = least_frames
         self._max_aspect_ratio = min(config.max_aspect_ratio, PROCESSOR_MAX_ASPECT_RATIO)
@@ -111,8 +116,9 @@ class VideoSource:
             frames = self._reader.rgb_of_pictures(item.files, video)
         else:
             frames = self._reader.rgb(item.data, video)
-        pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
-        return self.adapted(self._run(pixels, item_options(item.options)))
+        with device_memory():
+            pixels = torch.from_numpy(frames).to(self._device).permute(0, 3, 1, 2)
+            return self.adapted(self._run(pixels, item_options(item.options)))
 
     def dry_run(self, item: MediaItem, video: VideoPlan) -> dict[str, Any]:
         """The outputs by shape: pixels on the meta device, grids real. ItemError if the processor refuses."""

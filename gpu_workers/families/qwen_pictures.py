@@ -25,7 +25,7 @@ from gpu_workers.families.patches import (
     row_width,
 )
 from gpu_workers.media.image import ImageReader, ImageSize, parse_background
-from gpu_workers.media.pixels import open_pixels
+from gpu_workers.media.pixels import Pixels, open_pixels
 from shm.errors import ErrorCode
 from shm.messages import WorkerConfig
 
@@ -41,7 +41,11 @@ def load_pictures(config: WorkerConfig, model: PreTrainedModel) -> "QwenPictures
         config.checkpoint, backend="torchvision", trust_remote_code=config.trust_remote_code, **others
     )
     reader = ImageReader(config.max_pixels, parse_background(config.rgba_background))
-    return QwenPictures(model, adjusted(processor, known), reader, config.max_aspect_ratio, config.max_pixels)
+    adjusted_processor = adjusted(processor, known)
+    pixels = open_pixels(
+        adjusted_processor, dtype=model.dtype, device=model.device, where=config.preprocess_device
+    )
+    return QwenPictures(model, adjusted_processor, pixels, reader, config.max_aspect_ratio, config.max_pixels)
 
 
 def gray_square() -> bytes:
@@ -58,15 +62,17 @@ class QwenPictures:
         self,
         model: PreTrainedModel,
         processor: Any,
+        pixels: Pixels,
         reader: ImageReader,
         max_aspect_ratio: int,
         max_pixels: int,
     ) -> None:
-        """processor: a Qwen2VLImageProcessor with the daemon's options. max_aspect_ratio: longer to shorter
-        side. max_pixels: of one picture, whatever an item's options ask for."""
+        """processor: a Qwen2VLImageProcessor with the daemon's options. pixels: its arithmetic.
+        max_aspect_ratio: longer to shorter side. max_pixels: of one picture, whatever an item's options ask
+        for."""
         self._model = model
         self._processor = processor
-        self._pixels = open_pixels(processor, dtype=model.dtype, device=torch.device("cpu"))
+        self._pixels = pixels
         self._reader = reader
         self._max_aspect_ratio = min(max_aspect_ratio, PROCESSOR_MAX_ASPECT_RATIO)
         self._max_pixels = max_pixels

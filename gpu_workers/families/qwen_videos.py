@@ -12,9 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from torchvision.transforms.v2 import functional
 from transformers import AutoVideoProcessor, PreTrainedModel
-from transformers.image_utils import pil_torch_interpolation_mapping
 
 from gpu_workers.errors import ItemError
 from gpu_workers.families.base import ItemPlan, MediaItem, Prepared, Rows
@@ -35,7 +33,7 @@ from gpu_workers.families.patches import (
 )
 from gpu_workers.families.qwen_pictures import PROCESSOR_MAX_ASPECT_RATIO, gray_square
 from gpu_workers.media.image import RgbPixels, parse_background
-from gpu_workers.media.pixels import open_pixels
+from gpu_workers.media.pixels import Pixels, open_pixels
 from gpu_workers.media.video import VideoReader
 from gpu_workers.media.video_plan import VideoLimits, VideoMetadata, VideoPlan
 from shm.errors import ErrorCode
@@ -95,7 +93,8 @@ def load_videos(config: WorkerConfig, model: PreTrainedModel, aux_rule: AuxRule)
         config.max_pixels, min_frames=_MIN_FRAMES_OF_DAMAGED, max_frames=processor.max_frames
     )
     reader = VideoReader(limits, parse_background(config.rgba_background), config.preprocess_threads)
-    return QwenVideos(model, processor, reader, aux_rule, config.max_aspect_ratio, config.max_pixels)
+    pixels = open_pixels(processor, dtype=model.dtype, device=model.device, where=config.preprocess_device)
+    return QwenVideos(model, processor, pixels, reader, aux_rule, config.max_aspect_ratio, config.max_pixels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +113,17 @@ class QwenVideos:
         self,
         model: PreTrainedModel,
         processor: Any,
+        pixels: Pixels,
         reader: VideoReader,
         aux_rule: AuxRule,
         max_aspect_ratio: int,
         max_pixels: int,
     ) -> None:
-        """processor: with the daemon's options. max_aspect_ratio: longer to shorter side. max_pixels: of one
-        frame, whatever an item's options ask for."""
+        """processor: with the daemon's options. pixels: its arithmetic. max_aspect_ratio: longer to shorter
+        side. max_pixels: of one frame, whatever an item's options ask for."""
         self._model = model
         self._processor = processor
-        self._pixels = open_pixels(processor, dtype=model.dtype, device=torch.device("cpu"))
-        self._interpolation = pil_torch_interpolation_mapping[processor.resample]
+        self._pixels = pixels
         self._reader = reader
         self._aux_rule = aux_rule
         self._max_aspect_ratio = min(max_aspect_ratio, PROCESSOR_MAX_ASPECT_RATIO)
@@ -201,15 +200,9 @@ class QwenVideos:
         return ItemPlan(patches // self._processor.merge_size**2, grids, 0, 0, patches)
 
     def _process(self, item: MediaItem, found: _Found) -> torch.Tensor:
-        """Each frame is made small before the next one is decoded, so that a video never lies in memory at
-        its own size. Hugging Face resizes all at once, to the same values."""
-        height, width = found.height, found.width
-        frames = np.empty((found.video.shape[0], height, width, 3), np.uint8)
-        for place, pixels in self._frames(item, found.video):
-            frame = torch.from_dlpack(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None]
-            resized = functional.resize(frame, [height, width], self._interpolation, antialias=True)
-            frames[place] = resized[0].permute(1, 2, 0).numpy()
-        return self._pixels.pixel_values(frames, height, width)
+        """Hugging Face resizes all frames at once, to the same values."""
+        frames = self._frames(item, found.video)
+        return self._pixels.pixel_values_of(frames, found.video.shape[0], found.height, found.width)
 
     def _frames(self, item: MediaItem, video: VideoPlan) -> Iterator[tuple[int, RgbPixels]]:
         if item.kind == "frames":

@@ -2,7 +2,7 @@
 
 Called by the families of that processor, from any number of threads at once. HostPixels gives the same bits
 as the processor (torchvision backend) on the CPU, in a third of its time; TorchPixels works on any torch
-device. What takes the processor's time, and what is done about it here:
+device (--preprocess-device). What takes the processor's time, and what is done about it here:
 
 - torchvision resizes 8-bit pictures several times faster where the channels of a pixel lie together, as
   decoders leave them;
@@ -13,10 +13,12 @@ device. What takes the processor's time, and what is done about it here:
 """
 
 import contextlib
+import logging
 import math
 import mmap
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +27,13 @@ from torchvision.transforms.v2 import functional
 from transformers.image_utils import pil_torch_interpolation_mapping
 
 from gpu_workers import _pixels
-from gpu_workers.errors import ConfigurationError
+from gpu_workers.errors import ConfigurationError, ItemError
+from shm.errors import ErrorCode
+
+logger = logging.getLogger(__name__)
 
 Frames: TypeAlias = npt.NDArray[np.uint8]  # (frames, height, width, 3), C-contiguous; may be read-only
+Frame: TypeAlias = npt.NDArray[np.uint8]  # (height, width, 3)
 
 _CHANNELS: Final = 3
 _LEVELS: Final = 256
@@ -59,16 +65,31 @@ class Pixels(Protocol):
         the last step. Height and width are multiples of patch * merge.
         """
 
+    def pixel_values_of(
+        self, frames: Iterable[tuple[int, Frame]], count: int, height: int, width: int
+    ) -> torch.Tensor:
+        """As pixel_values, of `count` frames that come one by one with their places: each is made small
+        before the next one is asked for, so that a video never lies in memory at its own size."""
 
-def open_pixels(processor: Any, *, dtype: torch.dtype, device: torch.device) -> Pixels:
-    """For processor, on device. ConfigurationError for a processor that does not do what this module does.
+
+def open_pixels(
+    processor: Any,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    where: Literal["auto", "cpu", "device"] = "auto",
+) -> Pixels:
+    """For processor and a tower on device. ConfigurationError for a processor that does not do what this
+    module does.
 
     processor: of the Qwen2VLImageProcessor kind. dtype: the processor's float32 values are rounded to it.
+    where: "auto" is device if that is no CPU.
     """
     if not processor.do_resize or not (processor.do_rescale or processor.do_normalize):
         raise ConfigurationError("an image processor that does not resize and scale is not supported")
-    if device.type == "cpu":
+    if where == "cpu" or (where == "auto" and device.type == "cpu"):
         return HostPixels(processor, dtype)
+    logger.info("pixels are resized and normalised on %s", device)
     return TorchPixels(processor, dtype, device)
 
 
@@ -103,6 +124,18 @@ class HostPixels:
         )
         return values
 
+    def pixel_values_of(
+        self, frames: Iterable[tuple[int, Frame]], count: int, height: int, width: int
+    ) -> torch.Tensor:
+        """See Pixels."""
+        small = np.empty((count, height, width, _CHANNELS), np.uint8)
+        for place, frame in frames:
+            resized = functional.resize(
+                _channels_first(frame), [height, width], self._interpolation, antialias=True
+            )
+            small[place] = resized.permute(1, 2, 0).numpy()
+        return self.pixel_values(small, height, width)
+
 
 class TorchPixels:
     """On a torch device, where 8-bit frames go instead of floats: an eighth of the bytes in float32.
@@ -121,9 +154,27 @@ class TorchPixels:
 
     def pixel_values(self, frames: Frames, height: int, width: int) -> torch.Tensor:
         """See Pixels. The result is on the device, complete on the device's default stream."""
-        channels_first = torch.from_dlpack(frames).to(self._device).permute(0, 3, 1, 2)
-        resized = functional.resize(channels_first, [height, width], self._interpolation, antialias=True)
-        patches = self._patches(resized)
+        with device_memory():
+            channels_first = torch.from_dlpack(frames).to(self._device).permute(0, 3, 1, 2)
+            resized = functional.resize(channels_first, [height, width], self._interpolation, antialias=True)
+            return self._values(resized)
+
+    def pixel_values_of(
+        self, frames: Iterable[tuple[int, Frame]], count: int, height: int, width: int
+    ) -> torch.Tensor:
+        """See Pixels. Frames go to the device at their own size, one at a time."""
+        with device_memory():
+            small = torch.empty((count, _CHANNELS, height, width), dtype=torch.uint8, device=self._device)
+            for place, frame in frames:
+                uploaded = _channels_first(frame).to(self._device)
+                small[place] = functional.resize(
+                    uploaded, [height, width], self._interpolation, antialias=True
+                )
+            return self._values(small)
+
+    def _values(self, frames: torch.Tensor) -> torch.Tensor:
+        """(frames, 3, height, width) in 8 bits, of their final size -> pixel_values."""
+        patches = self._patches(frames)
         return _normalised(self._processor, patches).view(-1, self._layout.row_width()).to(self._dtype)
 
     def _patches(self, frames: torch.Tensor) -> torch.Tensor:
@@ -145,6 +196,19 @@ class TorchPixels:
         )
         by_row = groups.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
         return by_row.reshape(-1, channels, layout.temporal * layout.patch, layout.patch)
+
+
+@contextlib.contextmanager
+def device_memory() -> Iterator[None]:
+    """What runs in it for one item: a device without memory for it is ItemError(OUT_OF_DEVICE_MEMORY)."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise ItemError(ErrorCode.OUT_OF_DEVICE_MEMORY) from None
+
+
+def _channels_first(frame: Frame) -> torch.Tensor:
+    return torch.from_dlpack(np.ascontiguousarray(frame)).permute(2, 0, 1)
 
 
 def _layout(processor: Any) -> PatchLayout:

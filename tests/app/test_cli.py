@@ -41,7 +41,7 @@ def test_options_arrive_in_the_configuration() -> None:
     parsed = parse(
         "--attach-allow-uid", "5", "--attach-allow-uid", "6", "--segment-size", "64MiB",
         "--media-url-max-file-size-mb", "8", "--allowed-media-domains", "A.example", "b.example:8080",
-        "--attach-socket", "/run/x.sock",
+        "--attach-socket", "/run/x.sock", "--preprocess-device", "device",
     )  # fmt: skip
     config = cli._serve_config(parsed, "directory")
     assert config.attach_allow_uids == (5, 6)
@@ -49,6 +49,7 @@ def test_options_arrive_in_the_configuration() -> None:
     assert config.max_item_bytes == 8 << 20
     assert config.allowed_media_domains == ("a.example", "b.example:8080")
     assert (config.checkpoint, config.attach_socket) == ("directory", "/run/x.sock")
+    assert config.preprocess_device == "device"
 
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:

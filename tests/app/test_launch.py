@@ -43,6 +43,17 @@ def test_each_place_has_its_device(tmp_path: Path, device: str, expected: str) -
         regions.close()
 
 
+@pytest.mark.parametrize("where", ["auto", "cpu", "device"])
+def test_a_worker_is_told_where_to_preprocess(tmp_path: Path, where: str) -> None:
+    with Path("/dev/null").open() as nothing:
+        launcher = Launcher(
+            serve_config(tmp_path, preprocess_device=where), BOOT_ID, Backing.MEMFD, nothing.fileno()
+        )
+        regions = launcher.create_regions(place=0, epoch=1)
+        assert launcher.worker_config(regions).preprocess_device == where
+        regions.close()
+
+
 def test_every_rank_of_every_place_has_its_device_and_rank_0_alone_the_link(tmp_path: Path) -> None:
     config = serve_config(tmp_path, device="cuda", base_gpu_id=1, tp_size=2, tp_mode="data")
     with Path("/dev/null").open() as nothing:

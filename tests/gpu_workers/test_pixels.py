@@ -197,6 +197,27 @@ def test_frames_of_a_video_become_the_video_processors_values(
         assert same(pixels.pixel_values(frames, height, width), features["pixel_values_videos"])
 
 
+@pytest.mark.parametrize("make", [transformers.Qwen2VLVideoProcessor, transformers.Qwen3VLVideoProcessor])
+def test_frames_that_come_one_by_one_become_the_same_values(make: Callable[[], Any]) -> None:
+    processor = make()
+    frames = noise(5, 240, 320)
+    for pixels in (HostPixels(processor, torch.float32), TorchPixels(processor, torch.float32, CPU)):
+        expected_values = pixels.pixel_values(frames, 224, 448)
+        backwards = reversed(list(enumerate(frames)))
+        assert same(pixels.pixel_values_of(backwards, 5, 224, 448), expected_values)
+
+
+def test_where_pixels_are_made_is_as_told(tmp_path: Path) -> None:
+    processor = loaded(tmp_path)
+    made = {
+        where: type(open_pixels(processor, dtype=torch.float32, device=CPU, where=where))
+        for where in ("auto", "cpu", "device")
+    }
+    assert made == {"auto": HostPixels, "cpu": HostPixels, "device": TorchPixels}
+    elsewhere = open_pixels(processor, dtype=torch.float32, device=torch.device("meta"))
+    assert isinstance(elsewhere, TorchPixels)
+
+
 def test_threads_that_share_a_processor_do_not_disturb_each_other(processor: Any) -> None:
     pixels: Pixels = open_pixels(processor, dtype=torch.float32, device=CPU)
     pictures = [noise(40 + 50 * index, 300) for index in range(8)]
