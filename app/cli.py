@@ -60,7 +60,9 @@ def _serve(parsed: argparse.Namespace) -> int:
     check(_serve_config(parsed, parsed.checkpoint))
     checkpoint = parsed.checkpoint
     if parsed.tower != "stub":
-        checkpoint = resolve_checkpoint(checkpoint, parsed.revision, parsed.download_dir)
+        checkpoint = resolve_checkpoint(
+            checkpoint, parsed.revision, parsed.download_dir, with_code=parsed.trust_remote_code
+        )
     from app import server
 
     server.run(_serve_config(parsed, checkpoint), systemd)
@@ -162,13 +164,6 @@ def _add_worker_options(parser: argparse.ArgumentParser, defaults: ServeConfig) 
         help="how long an idle device waits for more items (default: it starts at once)",
     )
     group.add_argument("--preprocess-threads", type=int, default=defaults.preprocess_threads, metavar="N")
-    group.add_argument(
-        "--preprocess-device",
-        choices=("auto", "cpu", "device"),
-        default=defaults.preprocess_device,
-        help="where decoded pictures are resized and normalised: device is that of the tower; "
-        "auto is the same for the Qwen families on CUDA, else cpu",
-    )
     group.add_argument("--revision", default="", help="of a hub id")
     group.add_argument("--download-dir", default="", metavar="DIR", help="where hub ids are kept")
     group.add_argument(
@@ -263,7 +258,6 @@ def _serve_config(parsed: argparse.Namespace, checkpoint: str) -> ServeConfig:
         max_batch_patches=parsed.max_batch_patches,
         max_batch_wait_us=parsed.max_batch_wait_us,
         preprocess_threads=parsed.preprocess_threads,
-        preprocess_device=parsed.preprocess_device,
         max_pixels=parsed.max_pixels,
         rgba_background=parsed.rgba_background,
         media_options=parsed.mm_process_config,
