@@ -7,15 +7,15 @@ its pictures alone (Kimi-VL), or as any model that has get_*_features (anything)
 import fcntl
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, PreTrainedModel
-from transformers.dynamic_module_utils import get_class_from_dynamic_module, init_hf_modules
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import HF_MODULES_CACHE
 
 from gpu_workers.errors import ConfigurationError
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _MODEL_CLASSES: Final = "AutoModel"  # the keys of auto_map that name a model begin so
 # Models that transformers' classes of others can stand for, so that the flag is a choice.
 _WITHOUT_CODE: Final = {"kimi_vl": kimi_vl.load}
-_LOCK_NAME: Final = ".encoderd.lock"
+LOCK_NAME: Final = ".encoderd.lock"
 # A model of pictures without get_image_features: the method that its forward calls for them.
 _PICTURE_METHODS: Final = {"kimi_vl": "_extract_image_features"}
 
@@ -48,17 +48,15 @@ def load(config: WorkerConfig, device: torch.device, model_type: str) -> Compose
             f"model_type {model_type!r} is not in transformers, and its code in the checkpoint is only run "
             "on request: it needs --trust-remote-code"
         )
-    with _alone_in_the_cache():
-        described, model_class = _own_model(config.checkpoint, model_type)
+    reference = _class_reference(config.checkpoint)
+    if reference is None:
+        raise ConfigurationError(
+            f"model_type {model_type!r} is not supported: transformers does not know it, and auto_map in "
+            f"{config.checkpoint}/config.json names no model"
+        )
     logger.warning("%s: the checkpoint's own code runs in this process", model_type)
-    model = load_towers(
-        model_class,
-        config.checkpoint,
-        dtype=config.dtype,
-        device=device,
-        trust_remote_code=True,
-        config=described,
-    )
+    with _explained(reference):
+        model = _load_model(config, device, reference)
     if encoder_hook.has_hook(model):
         return compose(model, model_type, encoder_hook.part_loaders(config, model))
     if model_type in _PICTURE_METHODS:
@@ -66,30 +64,40 @@ def load(config: WorkerConfig, device: torch.device, model_type: str) -> Compose
     return anything.compose_tried(config, model, model_type)
 
 
+def _load_model(config: WorkerConfig, device: torch.device, reference: str) -> PreTrainedModel:
+    """Configuration and class are the checkpoint's code, which may raise anything."""
+    with alone_in(Path(HF_MODULES_CACHE)):
+        described = AutoConfig.from_pretrained(config.checkpoint, trust_remote_code=True)
+        model_class = get_class_from_dynamic_module(reference, config.checkpoint)
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+        raise ConfigurationError(f"the checkpoint's {reference} is no PreTrainedModel")
+    return load_towers(
+        model_class,
+        config.checkpoint,
+        dtype=config.dtype,
+        device=device,
+        trust_remote_code=True,
+        config=described,
+    )
+
+
 def _load_pictures(config: WorkerConfig, model: PreTrainedModel, model_type: str) -> Part:
     """OSError or ValueError if the checkpoint has no image processor."""
-    with _alone_in_the_cache():
+    with alone_in(Path(HF_MODULES_CACHE)):
         processor = AutoImageProcessor.from_pretrained(config.checkpoint, trust_remote_code=True)
     return OwnPictures(config, model, _PICTURE_METHODS[model_type], processor)
 
 
-def _own_model(checkpoint: str, model_type: str) -> tuple[Any, type[PreTrainedModel]]:
-    """The configuration and the model's class, both by the checkpoint's code."""
-    reference = _class_reference(checkpoint)
-    if reference is None:
-        raise ConfigurationError(
-            f"model_type {model_type!r} is not supported: transformers does not know it, and auto_map in "
-            f"{checkpoint}/config.json names no model"
-        )
+@contextmanager
+def _explained(reference: str) -> Iterator[None]:
+    """One line for whatever foreign code raises; a restart would end the same way."""
     try:
-        described = AutoConfig.from_pretrained(checkpoint, trust_remote_code=True)
-        model_class = get_class_from_dynamic_module(reference, checkpoint)
-    except Exception as error:  # foreign code may raise anything while it is imported
+        yield
+    except (ConfigurationError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise ConfigurationError(f"the checkpoint's {reference} does not work here: {reason}") from error
-    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
-        raise ConfigurationError(f"the checkpoint's {reference} is no PreTrainedModel")
-    return described, model_class
 
 
 def _class_reference(checkpoint: str) -> str | None:
@@ -106,9 +114,17 @@ def _class_reference(checkpoint: str) -> str | None:
 
 
 @contextmanager
-def _alone_in_the_cache() -> Iterator[None]:
-    """Workers start together, and transformers copies the code into one directory of them all, unlocked."""
-    init_hf_modules()
-    with Path(HF_MODULES_CACHE, _LOCK_NAME).open("w") as lock:
+def alone_in(directory: Path) -> Iterator[None]:
+    """Workers start together, and transformers copies the code into one directory of them all, unlocked.
+    ConfigurationError if it cannot be written."""
+    with ExitStack() as undo:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = undo.enter_context(Path(directory, LOCK_NAME).open("w"))
+        except OSError as error:
+            raise ConfigurationError(
+                f"the checkpoint's code is copied to {directory}, which cannot be written "
+                f"({error.strerror}): set HF_HOME"
+            ) from None
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,6 +1,8 @@
 """Checkpoints whose model is their own code, of which the stand-ins of make-checkpoint are two."""
 
+import fcntl
 import json
+import shutil
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +13,7 @@ from PIL import Image
 
 from gpu_workers.errors import ConfigurationError, ItemError
 from gpu_workers.families.base import Family, MediaItem
+from gpu_workers.families.own_code import LOCK_NAME, alone_in
 from gpu_workers.families.registry import load_on
 from shm.errors import ErrorCode
 from tests.gpu_workers.conftest import TinyCheckpoints
@@ -53,6 +56,8 @@ class OwnModel(PreTrainedModel):
         assert set(config) == {"image", "video", "audio"}
         values, grids = [], []
         for one in mm_data:
+            if one.width == 13:
+                raise ArithmeticError("unlucky")
             small = one.resize((14 * (1 + one.width % 3), 14))
             pixels = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8).float() / 255
             values.append(pixels.reshape(14, -1, 14, 3).permute(1, 0, 2, 3).reshape(-1, 588))
@@ -253,6 +258,43 @@ def test_code_that_does_not_work_here_is_one_error_that_names_it(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own_vl", "auto_map": auto_map}))
     with pytest.raises(ConfigurationError, match=r"own\.Own does not work here: LookupError: it is Tuesday"):
         load(tmp_path)
+
+
+def test_a_model_that_cannot_be_built_is_one_error_too(own: Path, tmp_path: Path) -> None:
+    shutil.copytree(own, tmp_path, dirs_exist_ok=True)
+    broken = OWN_MODEL.replace("self.eyes = nn.Linear(588, config.width)", "self.eyes = config.sight")
+    (tmp_path / "own.py").write_text(broken)
+    with pytest.raises(ConfigurationError, match=r"own\.OwnModel does not work here: AttributeError"):
+        load(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("where a directory should be")
+    with (
+        pytest.raises(
+            ConfigurationError, match=r"file, which cannot be written \(File exists\): set HF_HOME"
+        ),
+        alone_in(tmp_path / "file"),
+    ):
+        pass
+
+
+def test_workers_take_turns_in_the_cache(tmp_path: Path) -> None:
+    with (
+        alone_in(tmp_path),
+        (tmp_path / LOCK_NAME).open("w") as other,
+        pytest.raises(BlockingIOError),
+    ):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with (tmp_path / LOCK_NAME).open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_what_a_hook_refuses_is_an_items_error(own: Path) -> None:
+    family = load(own)
+    with pytest.raises(ItemError) as refused:
+        plan_of(family, picture_item(png(picture(20, 13))))
+    assert refused.value.code is ErrorCode.UNSUPPORTED_FORMAT
 
 
 def test_a_known_type_without_code_is_refused(tmp_path: Path) -> None:
