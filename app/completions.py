@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from app.errors import from_worker
+from app.errors import RequestError, from_worker
 from app.inflight import Outcome
 from app.jobs import Encoded, Timings
 from app.worker import LINK_SLOT_COUNT
@@ -50,7 +51,11 @@ class CompletionStatistics:
 
 
 class Completions:
-    """Ends attempts with what their workers report. on_progress is called after each drain that took any."""
+    """Ends attempts with what their workers report.
+
+    on_progress is called after each drain that took any; on_given_back for a flight that its worker could not
+    finish, and another may.
+    """
 
     def __init__(
         self,
@@ -59,12 +64,14 @@ class Completions:
         segments: Segments,
         origin: HandleOrigin,
         on_progress: Callable[[], None],
+        on_given_back: Callable[[Flight], None],
     ) -> None:
         self._inflight = inflight
         self._leases = leases
         self._segments = segments
         self._origin = origin
         self._on_progress = on_progress
+        self._on_given_back = on_given_back
         self._dropped = 0
         self._taken = dict.fromkeys(CompletionKind, 0)
         self._settle_by_kind = {
@@ -92,9 +99,8 @@ class Completions:
 
     def answer_late_joiner(self, flight: Flight) -> None:
         """One who joins a flight whose shape was given out already has it at once."""
-        attempt = flight.attempt
-        if flight.shape_given and attempt is not None and attempt.block is not None:
-            self._give_shape(attempt, attempt.block)
+        if flight.given is not None and flight.given.block is not None:
+            self._answer_shape(flight.given, flight.given.block)
 
     def statistics(self) -> CompletionStatistics:
         """Counts since the start."""
@@ -144,11 +150,20 @@ class Completions:
         block = worker.segment.admit(record, attempt)
         worker.shape_known(attempt, block)
         self._inflight.costs.learn(attempt.flight.job, block.rows)
-        if attempt.flight.job.wait == "shape" and attempt.flight.is_wanted:
+        flight = attempt.flight
+        if flight.job.wait == "shape" and flight.is_wanted and flight.decides(attempt):
             self._give_shape(attempt, block)
 
     def _give_shape(self, attempt: Attempt, block: Block) -> None:
-        attempt.flight.shape_given = True
+        """Handles name the block from here on: what another attempt would do is of no use."""
+        flight = attempt.flight
+        flight.given = attempt
+        for rival in flight.attempts:
+            if rival is not attempt:
+                rival.worker.cancel(rival)
+        self._answer_shape(attempt, block)
+
+    def _answer_shape(self, attempt: Attempt, block: Block) -> None:
         attempt.flight.answer(Outcome(block, "shape", Timings(), attempt.number), self._encoded)
 
     def _ready(self, worker: Worker, attempt: Attempt, record: Completion) -> None:
@@ -160,12 +175,12 @@ class Completions:
         self._inflight.attempt_ended(attempt)
         worker.has_served = True
         block.attempt = None
-        if not flight.is_over:
+        if flight.decides(attempt):
             self._inflight.conclude(flight)
-        timings = Timings(
-            record.queue_us, record.preprocess_us, record.forward_us, record.copy_us, record.batch_items
-        )
-        flight.answer(Outcome(block, "ready", timings, attempt.number), self._encoded)
+            timings = Timings(
+                record.queue_us, record.preprocess_us, record.forward_us, record.copy_us, record.batch_items
+            )
+            flight.answer(Outcome(block, "ready", timings, attempt.number), self._encoded)
         self._leases.block_ended(block)
 
     def _failed(self, worker: Worker, attempt: Attempt, record: Completion) -> None:
@@ -177,15 +192,23 @@ class Completions:
         self._count_dropped(record)
         error = from_worker(record.error, record.error_item, record.error_value, record.error_limit)
         flight = attempt.flight
-        # What is wrong with an item is so on every worker; for anything else the other attempt may do better.
-        if not flight.is_over and (not flight.attempts or error.item_index is not None):
-            self._inflight.conclude(flight)
-            flight.fail(error)
+        if flight.decides(attempt):
+            self._end_or_try_again(flight, attempt, error, record.error)
         if block is not None:
             block.attempt = None
             self._leases.block_ended(block)
         elif record.block != NO_BLOCK:
             self._segments.reclaim_run(worker.segment, record.block, record.generation)
+
+    def _end_or_try_again(self, flight: Flight, attempt: Attempt, error: RequestError, code: int) -> None:
+        # What is wrong with an item is so on every worker; for anything else the other attempt may do better.
+        if flight.attempts and error.item_index is None and flight.given is None:
+            return
+        if not flight.attempts and flight.given is None and _is_no_verdict(flight, code):
+            self._on_given_back(flight)
+            return
+        self._inflight.conclude(flight)
+        flight.fail(error)
 
     def _count_dropped(self, record: Completion) -> None:
         self._dropped += record.error in (ErrorCode.CANCELLED, ErrorCode.DEADLINE)
@@ -212,3 +235,11 @@ class Completions:
             handle, block.metadata, block.rows, block.dim, block.nbytes, block.dtype, outcome.state,
             outcome.timings, segment.place, outcome.attempt,
         )  # fmt: skip
+
+
+def _is_no_verdict(flight: Flight, code: int) -> bool:
+    """Whether the worker only had no time for it: it was told to stop, or somebody with a later deadline
+    joined since."""
+    if code == ErrorCode.WORKER_LOST:
+        return flight.is_wanted
+    return code == ErrorCode.DEADLINE and flight.is_wanted and flight.deadline_ns > time.monotonic_ns()

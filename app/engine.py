@@ -264,8 +264,9 @@ class Engine:
         config = self._config
         origin = HandleOrigin(self._boot_id.hex(), config.attach_socket)
         self._completions = Completions(
-            self._inflight, self._leases, self._segments, origin, on_progress=self._pump
-        )
+            self._inflight, self._leases, self._segments, origin,
+            on_progress=self._pump, on_given_back=self._try_again,
+        )  # fmt: skip
         places = [
             Place(
                 index, launcher, self._segments, self._completions,
@@ -298,7 +299,7 @@ class Engine:
             joined = join(flight)
             self._dispatch.submit(flight)
         else:
-            job.block.free()
+            self._inflight.join(flight, job)
             joined = join(flight)
             self._completions.answer_late_joiner(flight)
         return flight, joined
@@ -329,6 +330,9 @@ class Engine:
 
     def _segment_dropped(self, place: int) -> None:
         self._supervisor.segment_dropped(place)
+
+    def _try_again(self, flight: Flight) -> None:
+        self._dispatch.try_again(flight)
 
     def _pump(self) -> None:
         self._dispatch.pump()

@@ -1,8 +1,9 @@
 """Every encode under way, who waits for it, and the input block it holds. Private memory of control.
 
-A Flight begins with the first request of a req_key and ends with its ticket (or without one, if it never got
-a worker). Requests with the same key and content that come meanwhile join it and share its deadline. One
-try on one worker is an Attempt: `app.dispatch` makes it, `app.completions` ends it.
+A Flight begins with the first request for some content and ends with its ticket (or without one, if it never
+got a worker). Requests for the same content that come meanwhile join it, whatever their req_id; each has its
+own deadline, and the flight has the latest of them. One try on one worker is an Attempt: `app.dispatch` makes
+it, `app.completions` ends it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from app.cost import CostModel
 from app.errors import DuplicateRequest, RequestError
-from app.jobs import Encoded, EncodeJob, State, Timings
+from app.jobs import Encoded, EncodeJob, State, Timings, Wait
 
 if TYPE_CHECKING:
     from app.segments import Block
@@ -67,28 +68,34 @@ class Flight:
     """One encode and everybody who waits for its answer.
 
     attempts are those that have not ended: none while it waits for a worker, two when a stuck worker's was
-    tried elsewhere too. is_over: its outcome is known; attempts that still run only have to end. shape_given:
-    a handle to the block that is being filled has left this process, so the encode must end in that very
-    block.
+    tried elsewhere too. is_over: its outcome is known; attempts that still run only have to end. given: the
+    attempt whose block somebody has a handle to, though it is still being filled: the encode must end in that
+    very block. deadline_ns: of the last who waits. keys: the req_keys that joined.
     """
 
     job: EncodeJob
+    deadline_ns: int
+    keys: set[str] = field(default_factory=set)
     waiters: set[Waiter] = field(default_factory=set)
     listeners: set[Listener] = field(default_factory=set)
     attempts_made: int = 0
     attempts: list[Attempt] = field(default_factory=list)
     is_over: bool = False
-    shape_given: bool = False
+    given: Attempt | None = None
 
     @property
     def attempt(self) -> Attempt | None:
         """The newest attempt under way."""
         return self.attempts[-1] if self.attempts else None
 
+    def decides(self, attempt: Attempt) -> bool:
+        """Whether the end of this attempt, of all that were made, may be the flight's."""
+        return not self.is_over and self.given in (None, attempt)
+
     @property
     def is_wanted(self) -> bool:
         """Whether anybody waits for the answer or may hold a handle to the block already."""
-        return bool(self.waiters or self.listeners) or self.shape_given
+        return bool(self.waiters or self.listeners) or self.given is not None
 
     def join(self) -> Waiter:
         """One more who waits; leaves with `leave`, answered or not."""
@@ -128,10 +135,12 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class InflightStatistics:
-    """flights: encodes not ended yet, abandoned ones included. joinable: those a duplicate would join."""
+    """flights: encodes not ended yet, abandoned ones included. joinable: those that a request for the same
+    content would join. joined counts since the start the requests that did."""
 
     flights: int
     joinable: int
+    joined: int
     waiters: int
     input_bytes: int
 
@@ -146,6 +155,8 @@ class Inflight:
         self.costs = CostModel()
         self._flights: set[Flight] = set()
         self._by_key: dict[str, Flight] = {}
+        self._by_content: dict[tuple[bytes, Wait], Flight] = {}
+        self._joined = 0
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -153,23 +164,35 @@ class Inflight:
         """The flight that this job joins, or None. DuplicateRequest if its key flies with other content."""
         flight = self._by_key.get(job.req_key)
         if flight is None:
-            return None
+            return self._by_content.get((job.digest, job.wait))
         if (flight.job.digest, flight.job.wait) != (job.digest, job.wait):
             raise DuplicateRequest("req_id is under way with other media or another wait")
         return flight
 
     def open(self, job: EncodeJob) -> Flight:
         """A new flight; its input block is the table's from now on."""
-        flight = Flight(job)
+        flight = Flight(job, job.deadline_ns)
         self._flights.add(flight)
-        self._by_key[job.req_key] = flight
+        self._by_content[job.digest, job.wait] = flight
+        self._name(flight, job.req_key)
         self._empty.clear()
         return flight
 
+    def join(self, flight: Flight, job: EncodeJob) -> None:
+        """One more request for what flies already; its own input block is not needed."""
+        job.block.free()
+        flight.deadline_ns = max(flight.deadline_ns, job.deadline_ns)
+        self._name(flight, job.req_key)
+        self._joined += 1
+
     def close_to_joiners(self, flight: Flight) -> None:
         """Nobody joins this one any more: it was abandoned, or is over."""
-        if self._by_key.get(flight.job.req_key) is flight:
-            del self._by_key[flight.job.req_key]
+        for key in flight.keys:
+            del self._by_key[key]
+        flight.keys.clear()
+        content = (flight.job.digest, flight.job.wait)
+        if self._by_content.get(content) is flight:
+            del self._by_content[content]
 
     def attempt_ended(self, attempt: Attempt) -> None:
         """The worker will say no more about this ticket. The last one of a flight that is over ends it."""
@@ -205,11 +228,16 @@ class Inflight:
         """Until no encode is under way. The caller sets the time limit."""
         await self._empty.wait()
 
+    def _name(self, flight: Flight, key: str) -> None:
+        self._by_key[key] = flight
+        flight.keys.add(key)
+
     def statistics(self) -> InflightStatistics:
         """Counts, now."""
         return InflightStatistics(
             flights=len(self._flights),
-            joinable=len(self._by_key),
+            joinable=len(self._by_content),
+            joined=self._joined,
             waiters=sum(len(flight.waiters) + len(flight.listeners) for flight in self._flights),
             input_bytes=sum(flight.job.block.nbytes for flight in self._flights),
         )

@@ -207,8 +207,9 @@ class Place:
 
     def _answer_bell(self, worker: Worker) -> None:
         """The worker rings when it has published a record, and when its own state has changed."""
-        self._completions.answer_bell(worker)
+        # First what it says of itself: what it gives back, because it stops, must not go to it again.
         self._observe(worker)
+        self._completions.answer_bell(worker)
 
     def _distrust(self, reason: str) -> None:
         if self.worker is not None:

@@ -116,7 +116,7 @@ class Worker:
             Submission(
                 SubmissionKind.ENCODE,
                 ticket=attempt.ticket,
-                deadline_ns=job.deadline_ns,
+                deadline_ns=attempt.flight.deadline_ns,
                 arena_offset=job.block.offset,
                 arena_nbytes=job.block.nbytes,
                 metadata_bytes=job.metadata_bytes,

@@ -114,10 +114,12 @@ def make_job(
 class HandWorker:
     """A real Worker whose process only waits for its end: the test speaks for it, through real regions."""
 
-    def __init__(self, segments: Segments, place: int = 0) -> None:
+    def __init__(self, segments: Segments, place: int = 0, epoch: int = 1) -> None:
         backing = Backing.MEMFD
-        self._link_region = create_link(LINK_SLOT_COUNT, BOOT_ID, place, 1, backing)
-        segment_region = create_segment(2 * MEBIBYTE, boot_id=BOOT_ID, place=place, epoch=1, backing=backing)
+        self._link_region = create_link(LINK_SLOT_COUNT, BOOT_ID, place, epoch, backing)
+        segment_region = create_segment(
+            2 * MEBIBYTE, boot_id=BOOT_ID, place=place, epoch=epoch, backing=backing
+        )
         self._bell = os.eventfd(0, os.EFD_NONBLOCK)
         self._worker_link_region = attach_region(os.dup(self._link_region.fd), RegionKind.LINK, writable=True)
         self.worker_segment = attach_region(os.dup(segment_region.fd), RegionKind.SEGMENT, writable=True)
@@ -127,7 +129,7 @@ class HandWorker:
         self._process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
         control_link = ControlLink(self._link_region, self._bell)
         outbox = Outbox(control_link.submissions, self._distrust)
-        self.segment = segments.add(place, 1, segment_region, outbox)
+        self.segment = segments.add(place, epoch, segment_region, outbox)
         segments.open_to_readers(self.segment)
         pidfd = os.pidfd_open(self._process.pid)
         self.worker = Worker([RankProcess(self._process, pidfd)], control_link, self.segment, outbox)
@@ -193,7 +195,7 @@ def record_of(kind: CompletionKind, ticket: int, block: FillingBlock) -> Complet
 
 def attempt_of(hand: HandWorker, job: EncodeJob, ticket: int = 1) -> Attempt:
     """An attempt on this worker that no table knows."""
-    return Attempt(ticket, 1, Flight(job), hand.worker)
+    return Attempt(ticket, 1, Flight(job, job.deadline_ns), hand.worker)
 
 
 @asynccontextmanager

@@ -17,25 +17,28 @@ from app.segments import Segments
 from app.worker import Worker
 from shm.arena import InputArena
 from shm.errors import ErrorCode
-from shm.layout import NO_BLOCK, Completion, CompletionKind, Submission, SubmissionKind
+from shm.layout import NO_BLOCK, Completion, CompletionKind, Submission, SubmissionKind, WorkerState
 from tests.app.support import HandWorker, hand_workers, make_job, on_loop, record_of, small_arena, until
 
 
 class Scene:
     """Dispatch, leases and completions around one worker that is played by hand."""
 
-    def __init__(self, arena: InputArena, segments: Segments, hand: HandWorker) -> None:
+    def __init__(self, arena: InputArena, segments: Segments, hands: list[HandWorker]) -> None:
         self.arena = arena
-        self.hand = hand
+        self.hand = hands[0]
+        self.hands = hands
         self.inflight = Inflight()
         self.leases = Leases(unattached_s=3600, session_cap_bytes=1 << 20, on_unleased=segments.reclaim)
         self.dispatch = Dispatch(self.inflight, self)
         self.progress = 0
         origin = HandleOrigin("00" * 16, "/attach.sock")
-        self.completions = Completions(self.inflight, self.leases, segments, origin, self._on_progress)
+        self.completions = Completions(
+            self.inflight, self.leases, segments, origin, self._on_progress, self.dispatch.try_again
+        )
 
     def workers(self) -> list[Worker]:
-        return [self.hand.worker]
+        return [hand.worker for hand in self.hands]
 
     def expects_a_worker(self) -> bool:
         return False
@@ -43,16 +46,19 @@ class Scene:
     def _on_progress(self) -> None:
         self.progress += 1
 
-    def submit(self, key: str = "key", wait: Wait = "ready") -> tuple[Flight, Waiter, int]:
-        """The flight, its one waiter, and the ticket that the worker has taken."""
-        flight = self.inflight.open(make_job(self.arena, key, b"item", wait=wait))
+    def submit(
+        self, key: str = "key", wait: Wait = "ready", seconds: float = 30.0
+    ) -> tuple[Flight, Waiter, int]:
+        """The flight, its one waiter, and the ticket that the first worker has taken."""
+        flight = self.inflight.open(make_job(self.arena, key, b"item", wait=wait, seconds=seconds))
         waiter = flight.join()
         self.dispatch.submit(flight)
         [encode] = self.hand.taken()
         return flight, waiter, encode.ticket
 
     def drain(self) -> None:
-        self.completions.drain(self.hand.worker)
+        for hand in self.hands:
+            self.completions.drain(hand.worker)
 
     @property
     def is_condemned(self) -> bool:
@@ -60,10 +66,10 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene() -> AsyncIterator[Scene]:
-    async with hand_workers() as (segments, [hand]):
+async def scene(workers: int = 1) -> AsyncIterator[Scene]:
+    async with hand_workers(workers) as (segments, hands):
         with small_arena() as arena:
-            here = Scene(arena, segments, hand)
+            here = Scene(arena, segments, hands)
             yield here
             here.leases.close()
 
@@ -107,6 +113,67 @@ async def test_who_waits_for_the_shape_has_it_before_the_rows() -> None:
         late = flight.join()
         here.completions.answer_late_joiner(flight)
         assert (await late).handle.nonce != (await waiter).handle.nonce
+
+
+@on_loop
+async def test_the_block_whose_shape_was_given_out_wins_though_another_is_ready_first() -> None:
+    async with scene(workers=2) as here:
+        _, waiter, ticket = here.submit(wait="shape")
+        here.hand.worker.is_slow = True
+        here.dispatch.rescue()
+        [rescue] = here.hands[1].taken()
+        slow_block = here.hand.fill()
+        here.hand.report(record_of(CompletionKind.SHAPE_KNOWN, ticket, slow_block))
+        here.drain()
+        handle = (await waiter).handle
+        assert (handle.segment, handle.block) == (0, slow_block.block)
+        assert [order.kind for order in here.hands[1].taken()] == [SubmissionKind.CANCEL]
+        quick_block = here.hands[1].fill()
+        quick_block.ready()
+        here.hands[1].report(record_of(CompletionKind.READY, rescue.ticket, quick_block))
+        here.drain()
+        assert [order.kind for order in here.hands[1].taken()] == [SubmissionKind.RECLAIM]
+        assert here.hand.taken() == [], "nobody disturbs the one that readers wait for"
+        slow_block.ready()
+        here.hand.report(record_of(CompletionKind.READY, ticket, slow_block))
+        here.drain()
+        assert here.inflight.statistics().flights == 0
+        assert here.leases.statistics().unattached == 1
+
+
+@on_loop
+async def test_a_deadline_that_passed_before_somebody_with_a_later_one_joined_is_not_the_end() -> None:
+    async with scene() as here:
+        flight, first, ticket = here.submit(seconds=0.001)
+        later = make_job(here.arena, "later", b"item")
+        here.inflight.join(flight, later)
+        waiter = flight.join()
+        flight.leave(first)
+        here.hand.report(Completion(CompletionKind.FAILED, ticket, NO_BLOCK, error=ErrorCode.DEADLINE))
+        here.drain()
+        [again] = here.hand.taken()
+        assert again.deadline_ns == later.deadline_ns
+        block = here.hand.fill()
+        block.ready()
+        here.hand.report(record_of(CompletionKind.READY, again.ticket, block))
+        here.drain()
+        assert (await waiter).attempt == 2
+
+
+@on_loop
+async def test_what_a_stopping_worker_gives_back_is_tried_elsewhere() -> None:
+    async with scene(workers=2) as here:
+        _, waiter, ticket = here.submit()
+        here.hand.link.set_state(WorkerState.DRAINING)
+        here.hand.worker.observe()
+        here.hand.report(Completion(CompletionKind.FAILED, ticket, NO_BLOCK, error=ErrorCode.WORKER_LOST))
+        here.drain()
+        [again] = here.hands[1].taken()
+        block = here.hands[1].fill()
+        block.ready()
+        here.hands[1].report(record_of(CompletionKind.READY, again.ticket, block))
+        here.drain()
+        assert (await waiter).worker == 1
 
 
 @on_loop

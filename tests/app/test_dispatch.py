@@ -1,6 +1,6 @@
 """app.dispatch: which worker encodes what, and what becomes of an encode that loses its worker."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -17,9 +17,13 @@ from tests.app.support import HandWorker, hand_workers, make_job, on_loop, recor
 class Scene:
     """Dispatch over workers that are played by hand. It is its own workforce."""
 
-    def __init__(self, arena: InputArena, hands: list[HandWorker]) -> None:
+    def __init__(
+        self, arena: InputArena, hands: list[HandWorker], add_hand: Callable[[], HandWorker]
+    ) -> None:
         self.arena = arena
         self.hands = hands
+        self.served: set[str] = set()
+        self._add_hand = add_hand
         self.expected = False
         self.inflight = Inflight()
         self.dispatch = Dispatch(self.inflight, self)
@@ -31,29 +35,52 @@ class Scene:
         return self.expected
 
     def submit(self, key: str, *items: bytes) -> Flight:
-        flight = self.inflight.open(make_job(self.arena, key, *(items or (b"item",))))
+        flight = self.inflight.open(make_job(self.arena, key, *(items or (key.encode(),))))
         flight.join()
         self.dispatch.submit(flight)
         return flight
 
-    def end_all(self) -> None:
-        for hand in self.hands:
-            for attempt in list(hand.worker.attempts.values()):
-                hand.worker.settle(attempt)
-                self.inflight.end(attempt.flight)
+    def end(self, flight: Flight) -> None:
+        """Its worker has answered it."""
+        for attempt in list(flight.attempts):
+            self.inflight.attempt_ended(attempt)
+        self.served.add(flight.job.req_key)
+        self.inflight.conclude(flight)
+
+    def finish(self, hand: HandWorker) -> None:
+        """The worker has answered all that it had."""
+        hand.taken()
+        for attempt in list(hand.worker.attempts.values()):
+            self.end(attempt.flight)
+
+    def finish_all(self) -> None:
+        while self.inflight.statistics().flights:
+            for hand in self.hands:
+                self.finish(hand)
+            self.dispatch.pump()
 
     async def lose(self, hand: HandWorker) -> None:
         await hand.die()
         self.dispatch.worker_lost(hand.worker)
 
+    async def replace_lost(self) -> None:
+        """The only worker dies, and has a successor."""
+        await self.lose(self.hands[0])
+        self.hands[0] = self._add_hand()
+
 
 @asynccontextmanager
 async def scene(workers: int) -> AsyncIterator[Scene]:
-    async with hand_workers(workers) as (_, hands):
+    async with hand_workers(workers) as (segments, hands):
+
+        def add_hand() -> HandWorker:
+            hands.append(HandWorker(segments, epoch=len(hands) + 1))
+            return hands[-1]
+
         with small_arena() as arena:
-            here = Scene(arena, list(hands))
+            here = Scene(arena, list(hands), add_hand)
             yield here
-            here.end_all()
+            here.finish_all()
             assert arena.statistics().used_runs == 0
 
 
@@ -152,35 +179,97 @@ async def test_a_full_ring_is_backpressure_and_no_order_is_lost() -> None:
 
 
 @on_loop
-async def test_a_lost_workers_tickets_go_to_another_in_their_order() -> None:
-    async with scene(workers=2) as here:
-        flights = [here.submit(f"key {number}") for number in range(4)]
-        here.hands[1].taken()
+async def test_what_a_lost_worker_had_is_tried_again_in_groups_apart_from_the_rest() -> None:
+    async with scene(workers=3) as here:
+        flights = [here.submit(f"key {number}") for number in range(15)]
+        suspects, others = flights[0::3], [*flights[1::3], *flights[2::3]]
         await here.lose(here.hands[0])
-        assert places(flights) == [1, 1, 1, 1]
-        moved = [flights[0], flights[2]]
-        tickets = [flight.attempt.ticket for flight in moved if flight.attempt is not None]
-        assert [order.ticket for order in here.hands[1].taken()] == tickets == [5, 6]
-        assert here.dispatch.statistics().retried == 2
+        assert places(suspects) == [], "both workers are busy with others"
+        here.finish(here.hands[1])
+        here.dispatch.pump()
+        assert places(suspects) == [1, 1]
+        assert [flight.attempts_made for flight in suspects] == [2, 2, 1, 1, 1]
+        assert places([here.submit("fresh")]) == [2], "a group has its worker for itself"
+        for flight in suspects[:2]:
+            here.end(flight)
+        here.dispatch.pump()
+        assert [flight.attempts_made for flight in suspects] == [2, 2, 2, 2, 1]
+        assert here.dispatch.statistics().retried == 5
+        assert all(flight.attempts_made == 1 for flight in others)
 
 
 @on_loop
-async def test_the_second_loss_ends_the_request() -> None:
+async def test_one_killer_among_many_is_found_and_nobody_else_is_refused() -> None:
+    async with scene(workers=1) as here:
+        here.expected = True
+        keys = [f"key {number}" for number in range(60)]
+        flights = [here.submit(key, key.encode()) for key in keys]
+        killer = flights[37]
+        killer_waiter = killer.join()
+        deaths = 0
+        while not killer.is_over:
+            if killer.attempts:
+                deaths += 1
+                await here.replace_lost()
+            else:
+                here.finish(here.hands[0])
+            here.dispatch.pump()
+        with pytest.raises(PoisonInput):
+            await killer_waiter
+        assert deaths == 4, "60, 15, 4 and 1 suspects"
+        here.finish_all()
+        assert here.served == set(keys) - {keys[37]}
+        assert here.dispatch.statistics().suspects == 1, "the others are cleared"
+
+
+@on_loop
+async def test_a_suspect_that_comes_again_is_tried_alone_and_cleared_if_it_survives() -> None:
+    async with scene(workers=2) as here:
+        first = here.submit("first", b"perhaps")
+        here.dispatch.abandon(first)
+        first.leave(next(iter(first.waiters)))
+        await here.lose(here.hands[0])
+        here.submit("other", b"other")
+        again = here.submit("again", b"perhaps")
+        assert again.attempt is None
+        here.finish(here.hands[1])
+        here.dispatch.pump()
+        assert places([again]) == [1]
+        assert here.submit("third", b"third").attempt is None, "one alone is alone"
+        here.finish(here.hands[1])
+        here.dispatch.pump()
+        assert here.dispatch.statistics().suspects == 0
+        assert here.dispatch.statistics().waiting == 0
+
+
+@on_loop
+async def test_an_abandoned_suspect_leaves_the_quarantine() -> None:
+    async with scene(workers=1) as here:
+        here.expected = True
+        flights = [here.submit(key, key.encode()) for key in ("a", "b")]
+        await here.lose(here.hands[0])
+        assert here.dispatch.statistics().waiting == 2
+        for flight in flights:
+            here.dispatch.abandon(flight)
+        assert here.dispatch.statistics().waiting == 0
+        assert here.inflight.statistics().flights == 0
+
+
+@on_loop
+async def test_the_workers_that_were_told_to_stop_accuse_nobody() -> None:
     async with scene(workers=2) as here:
         flight = here.submit("key")
-        waiter = flight.join()
+        here.hands[0].worker.stop()
         await here.lose(here.hands[0])
-        await here.lose(here.hands[1])
-        with pytest.raises(WorkerLost):
-            await waiter
-        assert here.inflight.statistics().flights == 0
+        assert places([flight]) == [1]
+        assert here.dispatch.statistics().suspects == 0
 
 
 @on_loop
 async def test_an_encode_whose_shape_was_given_out_is_not_moved() -> None:
     async with scene(workers=2) as here:
         flight = here.submit("key")
-        flight.shape_given = True
+        flight.given = flight.attempt
         await here.lose(here.hands[0])
         assert here.hands[1].taken() == []
         assert here.inflight.statistics().flights == 0
@@ -257,23 +346,33 @@ async def test_the_death_of_a_stuck_worker_leaves_the_second_try_alone() -> None
 
 @on_loop
 async def test_content_that_two_workers_died_of_is_refused() -> None:
-    async with scene(workers=4) as here:
+    async with scene(workers=3) as here:
         doomed = here.submit("key", b"poison")
-        twin = here.submit("other key", b"poison")
-        twin_waiter = twin.join()
         waiter = doomed.join()
         await here.lose(here.hands[0])
-        assert places([doomed]) == [2]
+        assert places([doomed]) == [1]
         here.dispatch.check_content(doomed.job.digest)
-        await here.lose(here.hands[2])
-        with pytest.raises(WorkerLost):
+        await here.lose(here.hands[1])
+        with pytest.raises(PoisonInput):
             await waiter
         with pytest.raises(PoisonInput):
             here.dispatch.check_content(doomed.job.digest)
-        await here.lose(here.hands[1])
-        with pytest.raises(PoisonInput):
-            await twin_waiter
         assert here.inflight.statistics().flights == 0
+
+
+@on_loop
+async def test_the_death_of_the_attempt_that_was_given_out_ends_the_flight_in_spite_of_another() -> None:
+    async with scene(workers=2) as here:
+        flight = here.submit("key")
+        waiter = flight.join()
+        here.hands[0].worker.is_slow = True
+        here.dispatch.rescue()
+        flight.given = flight.attempts[0]
+        await here.lose(here.hands[0])
+        with pytest.raises(WorkerLost):
+            await waiter
+        here.hands[1].taken()
+        here.inflight.attempt_ended(flight.attempts[0])
 
 
 @on_loop

@@ -182,7 +182,7 @@ async def test_a_request_that_kills_two_workers_ends_and_the_engine_goes_on(
     tmp_path: Path, fault: str
 ) -> None:
     async with running(tmp_path) as (engine, session):
-        with pytest.raises(WorkerLost):
+        with pytest.raises(PoisonInput):
             await engine.encode(make_job(engine.arena, "poison", b"stub fault=" + fault.encode()))
         encoded = await engine.encode(make_job(engine.arena, "good", b"good"))
         await check_rows(session, encoded, b"good")
@@ -211,7 +211,7 @@ async def test_every_request_ends_once_while_workers_are_killed(tmp_path: Path) 
                 item = b"stub rows=%d forward_ms=1 %d %d" % (random.randint(1, 300), name, number)
                 try:
                     encoded = await engine.encode(make_job(engine.arena, f"{name} {number}", item))
-                except WorkerLost:
+                except (WorkerLost, PoisonInput):  # two kills hit it, the second while it was alone
                     ended.append("lost")
                 else:
                     await check_rows(session, encoded, item)
@@ -329,7 +329,7 @@ async def test_a_segment_full_of_leased_blocks_refuses_at_admission_until_one_is
 async def test_poison_is_refused_to_whoever_brings_it_again(tmp_path: Path) -> None:
     async with running(tmp_path) as (engine, session):
         poison = b"stub fault=exit-in-forward"
-        with pytest.raises(WorkerLost):
+        with pytest.raises(PoisonInput):
             await engine.encode(make_job(engine.arena, "first", poison))
         with pytest.raises(PoisonInput):
             await engine.encode(make_job(engine.arena, "again", poison))

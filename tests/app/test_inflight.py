@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from app.errors import DuplicateRequest, RequestError, WorkerLost
-from app.inflight import Inflight, Outcome
+from app.inflight import Attempt, Inflight, Outcome
 from app.jobs import Encoded
 from tests.app.support import make_job, on_loop, small_arena
 
@@ -42,12 +42,31 @@ async def test_the_same_key_with_other_media_or_another_wait_is_refused() -> Non
 
 
 @on_loop
+async def test_the_same_content_joins_whatever_its_key_but_not_for_another_wait() -> None:
+    with small_arena() as arena:
+        inflight = Inflight()
+        flight = inflight.open(make_job(arena, "key", b"item", seconds=30))
+        twin = make_job(arena, "other key", b"item", seconds=60)
+        assert inflight.find(twin) is flight
+        inflight.join(flight, twin)
+        assert arena.statistics().used_runs == 1, "one input is enough"
+        assert flight.deadline_ns == twin.deadline_ns
+        assert inflight.find(make_job(arena, "third key", b"item", wait="shape")) is None
+        with pytest.raises(DuplicateRequest):
+            inflight.find(make_job(arena, "other key", b"other"))
+        assert inflight.statistics().joined == 1
+        inflight.end(flight)
+        assert inflight.find(make_job(arena, "other key", b"other")) is None
+
+
+@on_loop
 async def test_nobody_joins_what_was_abandoned_or_has_ended() -> None:
     with small_arena() as arena:
         inflight = Inflight()
         abandoned = inflight.open(make_job(arena, "key", b"item"))
         inflight.close_to_joiners(abandoned)
         assert inflight.find(make_job(arena, "key", b"other")) is None
+        assert inflight.find(make_job(arena, "key", b"item")) is None
         second = inflight.open(make_job(arena, "key", b"other"))
         inflight.end(abandoned)
         assert inflight.find(second.job) is second
@@ -89,7 +108,7 @@ async def test_a_flight_is_wanted_while_one_waits_or_has_its_shape() -> None:
         assert flight.is_wanted
         flight.leave(waiter)
         assert not flight.is_wanted
-        flight.shape_given = True
+        flight.given = Attempt.__new__(Attempt)
         assert flight.is_wanted
         inflight.end(flight)
 

@@ -7,15 +7,26 @@ from app.poison import CONTENTS_MAX, REFUSED_FOR_S, PoisonGuard
 from tests.app.test_rate import Clock
 
 
-def test_one_death_is_no_reason_and_two_are() -> None:
+def test_one_death_is_no_reason_and_a_second_one_alone_is() -> None:
     guard = PoisonGuard()
     guard.worker_died([b"a", b"b", b"a"])
     guard.check(b"a")
-    guard.worker_died([b"a"])
+    guard.worker_died([b"a", b"a"])
     with pytest.raises(PoisonInput, match="2 workers"):
         guard.check(b"a")
     guard.check(b"b")
     guard.check(b"never seen")
+
+
+def test_what_never_was_alone_in_a_worker_that_died_is_only_a_suspect() -> None:
+    guard = PoisonGuard()
+    for _ in range(5):
+        guard.worker_died([b"a", b"b"])
+    guard.check(b"a")
+    assert guard.suspects_content(b"a")
+    guard.clear(b"a")
+    assert not guard.suspects_content(b"a")
+    assert guard.suspects_content(b"b")
 
 
 def test_after_ten_minutes_it_is_forgotten() -> None:

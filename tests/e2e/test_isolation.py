@@ -40,15 +40,17 @@ def test_one_bad_item_among_thirty_one_good_ones_fails_alone(
 def test_one_broken_picture_among_thirty_one_good_ones_fails_alone(
     qwen: Daemon, qwen_session: Session
 ) -> None:
-    good = picture_bytes(56, 56, 1)
+    good = [picture_bytes(56, 56, seed) for seed in range(10, 10 + CONCURRENCY - 1)]
     broken = picture_bytes(56, 56, 2)[:-200]
     dispatched_before = qwen.http.server_info()["engine"]["dispatch"]["dispatched"]
-    with qwen_session.attach(qwen.http.encode(good).handle) as view:
-        alone = view.numpy().copy()
+    alone = {}
+    for data in good:
+        with qwen_session.attach(qwen.http.encode(data).handle) as view:
+            alone[data] = view.numpy().copy()
     right = refused = 0
     with Load(qwen.http, CONCURRENCY) as load:
-        for number in range(CONCURRENCY):
-            load.post(broken if number == CONCURRENCY // 2 else good)
+        for data in [*good[: CONCURRENCY // 2], broken, *good[CONCURRENCY // 2 :]]:
+            load.post(data)
         for outcome in load.rest():
             assert outcome.answer is not None
             if outcome.items[0] == broken:
@@ -56,8 +58,8 @@ def test_one_broken_picture_among_thirty_one_good_ones_fails_alone(
                 refused += 1
                 continue
             with qwen_session.attach(outcome.answer.handle) as view:
-                assert np.allclose(view.numpy(), alone, atol=1e-5)
+                assert np.allclose(view.numpy(), alone[outcome.items[0]], atol=1e-5)
                 right += 1
     assert (right, refused) == (CONCURRENCY - 1, 1)
     after = qwen.http.server_info()["engine"]["dispatch"]["dispatched"]
-    assert after == dispatched_before + 1 + CONCURRENCY
+    assert after == dispatched_before + len(good) + CONCURRENCY
