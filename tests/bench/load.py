@@ -3,8 +3,9 @@
     python -m tests.bench.load [--seconds N]
 
 A real daemon with one CPU worker and the larger small checkpoint; pictures of mixed sizes arrive as a Poisson
-process. Capacity is measured first, with as many requests at once as are ever admitted. queue is all waiting:
-in rings, for a thread, for the device. Milliseconds; total counts from the intended moment, at the client.
+process. Capacity is measured before each level, with as many requests at once as are ever admitted. queue is
+all waiting: in rings, for a thread, for the device. Milliseconds; total counts from the intended moment, at
+the client.
 """
 
 import argparse
@@ -27,7 +28,7 @@ SHARES = (0.5, 0.8, 0.95, 1.2)
 STEPS = ("queue", "preprocess", "forward", "copy", "total")
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999}
 MAX_QUEUED = 32
-WARM_UP, CAPACITY_REQUESTS = 64, 400
+WARM_UP, CAPACITY_REQUESTS = 64, 256
 REFUSED_LIMIT_MS, P99_RATIO_LIMIT = 50.0, 2.0
 
 
@@ -36,6 +37,7 @@ class Level:
     """What one share of capacity gave."""
 
     share: float
+    capacity_s: float  # requests per second, measured just before
     seconds: float
     accepted: list[Outcome]
     refused: list[Outcome]
@@ -62,13 +64,13 @@ def main() -> None:
         checkpoint = make_checkpoint(Path(directory) / "qwen2_vl")
         options = ("--dtype", "float32", "--segment-size", "256MiB", "--lease-timeout", "1")
         with Daemon(str(checkpoint), *options, "--max-queued-requests", str(MAX_QUEUED), workers=1) as daemon:
-            capacity, levels = asyncio.run(measure(daemon, seconds))
+            levels = asyncio.run(measure(daemon, seconds))
             lag_ms = daemon.http.server_info()["event_loop"]["worst_cpu_ms"]
-    show(capacity, levels, lag_ms)
+    show(levels, lag_ms)
 
 
-async def measure(daemon: Daemon, seconds: float) -> tuple[float, list[Level]]:
-    """Capacity in requests per second, then every level."""
+async def measure(daemon: Daemon, seconds: float) -> list[Level]:
+    """Every level, by the capacity that was measured just before it."""
     generator = random.Random(0)
     bodies = [
         body_of(picture_bytes(side, side, seed))
@@ -77,14 +79,20 @@ async def measure(daemon: Daemon, seconds: float) -> tuple[float, list[Level]]:
     traffic = Traffic(daemon.http_socket)
     try:
         await traffic.closed_loop(bodies, MAX_QUEUED, WARM_UP)
-        begin_s = time.perf_counter()
-        outcomes = await traffic.closed_loop(bodies, MAX_QUEUED, CAPACITY_REQUESTS)
-        assert all(outcome.status == 200 for outcome in outcomes), "the capacity was measured with refusals"
-        capacity = CAPACITY_REQUESTS / (time.perf_counter() - begin_s)
-        levels = [await run_level(traffic, bodies, capacity, share, seconds, generator) for share in SHARES]
+        return [
+            await run_level(traffic, bodies, await capacity_of(traffic, bodies), share, seconds, generator)
+            for share in SHARES
+        ]
     finally:
         traffic.close()
-    return capacity, levels
+
+
+async def capacity_of(traffic: Traffic, bodies: Sequence[bytes]) -> float:
+    """Requests per second when there is always one more."""
+    begin_s = time.perf_counter()
+    outcomes = await traffic.closed_loop(bodies, MAX_QUEUED, CAPACITY_REQUESTS)
+    assert all(outcome.status == 200 for outcome in outcomes), "the capacity was measured with refusals"
+    return CAPACITY_REQUESTS / (time.perf_counter() - begin_s)
 
 
 async def run_level(
@@ -107,14 +115,14 @@ async def run_level(
     accepted = [outcome for outcome in outcomes if outcome.status == 200]
     refused = [outcome for outcome in outcomes if outcome.status in (429, 503)]
     assert len(accepted) + len(refused) == len(outcomes), "an answer that is neither rows nor backpressure"
-    return Level(share, took_s, accepted, refused)
+    return Level(share, capacity, took_s, accepted, refused)
 
 
-def show(capacity: float, levels: list[Level], lag_ms: float) -> None:
+def show(levels: list[Level], lag_ms: float) -> None:
     """Table, targets, plot."""
     report = Report("load")
-    report.add_row("capacity", requests_s=capacity)
     for level in levels:
+        report.add_row(f"capacity before {level.share:.0%}", requests_s=level.capacity_s)
         for step in STEPS:
             times_ms = level.times_ms(step)
             columns = {f"{name}_ms": percentile(times_ms, share) for name, share in QUANTILES.items()}

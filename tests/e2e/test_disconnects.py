@@ -168,7 +168,7 @@ def test_hundreds_that_vanish_at_random_moments_leave_nothing(hasty_stub: Daemon
     stub.wait_all_ready()
     generator = random.Random(1)
     staying: list[socket.socket] = []
-    for number in range(300):
+    for number in range(500):
         message = request_bytes(
             stub_item(rows=20, forward_ms=generator.randrange(3)), req_id=f"some-{number}"
         )
