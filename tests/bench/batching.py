@@ -64,6 +64,7 @@ def main() -> None:
             good, bad = asyncio.run(bad_among_good(batched))
             forwarded = ask(0)
     add_streaming(report, streamed)
+    plot(report)
     add_isolation(report, good, bad, forwarded)
     report.finish()
 
@@ -187,6 +188,29 @@ def add_streaming(report: Report, streamed: list[tuple[float, float]]) -> None:
         all_rows_ms=all_ms,
     )
     report.add_target(Target("first rows over all rows", share, "<=", 1 / 6))
+
+
+def plot(report: Report) -> None:
+    """Pictures per second by side, for the daemon and its two peers."""
+    import matplotlib.pyplot as plt
+
+    rows = report.rows[: len(SIDES_PIXELS)]
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    labels = {
+        "by_hand_s": "tower alone, best batch made by hand",
+        "batched_s": "daemon, 64 requests at once",
+        "one_by_one_s": "daemon with --max-batch-size 1",
+    }
+    for number, (column, label) in enumerate(labels.items()):
+        places = [place + (number - 1) * 0.27 for place in range(len(rows))]
+        axes.bar(places, [float(row[column]) for row in rows], width=0.25, label=label)
+    axes.set_xticks(range(len(rows)), [str(row["name"]) for row in rows])
+    axes.set_yscale("log")
+    axes.set_ylabel("pictures per second")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(report.plot_path(), dpi=120)
+    plt.close(figure)
 
 
 if __name__ == "__main__":
