@@ -1,17 +1,26 @@
 """Families that take sound alone: Qwen2-Audio, Qwen3-ASR and GLM-ASR."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 import torch
 import transformers
 from transformers import AutoFeatureExtractor, FeatureExtractionMixin, PreTrainedModel
 
+from gpu_workers.errors import ConfigurationError
 from gpu_workers.families.composed import ComposedFamily, compose
 from gpu_workers.families.ears import GlmAsrEar, Qwen2AudioEar, Qwen3AsrEar
 from gpu_workers.families.sound import Ear, Sounds, choose_rate
 from gpu_workers.towers import load_towers
 from shm.messages import WorkerConfig
+
+# What a call of the feature extractor may be told, and what these ears tell it: nothing is cut, padding is
+# no sound, and the mask says so.
+_FIXED: Final[dict[str, tuple[Any, ...]]] = {
+    "truncation": (False,),
+    "padding": (True, "longest", "max_length"),
+    "return_attention_mask": (True,),
+}
 
 MakeEar: TypeAlias = Callable[[PreTrainedModel, Any], Ear]
 
@@ -39,13 +48,25 @@ def load(config: WorkerConfig, device: torch.device, model_type: str) -> Compose
 def load_sounds(config: WorkerConfig, model: PreTrainedModel, make_ear: MakeEar) -> Sounds:
     """The checkpoint's sound. OSError or ValueError if it has no feature extractor."""
     options = config.media_options.audio
-    others = {name: value for name, value in options.items() if name != "sampling_rate"}
+    _check_call_options(options)
+    taken = {"sampling_rate", *_FIXED}
+    others = {name: value for name, value in options.items() if name not in taken}
     check_has_extractor(config.checkpoint)
     extractor = AutoFeatureExtractor.from_pretrained(
         config.checkpoint, trust_remote_code=config.trust_remote_code, **others
     )
     rate = choose_rate(options, extractor, model.config.audio_config)
     return Sounds(make_ear(model, extractor), rate)
+
+
+def _check_call_options(options: Mapping[str, Any]) -> None:
+    """ConfigurationError for what these ears do in one way only, so that no option is ignored silently."""
+    for name, allowed in _FIXED.items():
+        if name in options and options[name] not in allowed:
+            known = " or ".join(repr(value) for value in allowed)
+            raise ConfigurationError(
+                f"--mm-process-config audio: {name} {options[name]!r} is not supported, only {known}"
+            )
 
 
 def check_has_extractor(checkpoint: str) -> None:

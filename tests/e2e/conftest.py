@@ -69,6 +69,25 @@ def qwen(checkpoints: dict[str, Path], media_root: Path) -> Iterator[Daemon]:
 
 
 @pytest.fixture(scope="session")
+def omni_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2.5-Omni: pictures, video and sound."""
+    checkpoint = tmp_path_factory.mktemp("omni") / "qwen2_5_omni"
+    command = [sys.executable, "-m", "gpu_workers.checkpoints", "qwen2_5_omni", str(checkpoint)]
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+    return checkpoint
+
+
+@pytest.fixture(scope="session")
+def omni(omni_checkpoint: Path, media_root: Path) -> Iterator[Daemon]:
+    """One worker with every modality, at most eight frames of a video, and the device's preprocessing."""
+    options = ("--mm-process-config", '{"vision_config": {"video": {"max_frames": 8}}}')
+    media = ("--allow-private-media", "--allowed-local-media-path", str(media_root))
+    more = ("--preprocess-device", "device", "--lease-timeout", "10", *media)
+    with Daemon(str(omni_checkpoint), *SMALL_MEMORY, *options, *more, workers=1) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="session")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """Two stub workers with the default time-outs."""
     with Daemon(str(tmp_path_factory.mktemp("stub")), *STUB) as daemon:

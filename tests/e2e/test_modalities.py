@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import base64
-import subprocess
-import sys
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
+from safetensors.torch import save
 
 from shm.client import connect
 from tests.e2e.client import Answer
-from tests.e2e.conftest import SMALL_MEMORY
-from tests.e2e.daemon import REPOSITORY, Daemon
-from tests.gpu_workers.reference import noise, picture, png, wav
+from tests.e2e.daemon import Daemon
+from tests.gpu_workers.reference import noise, picture, png, processed_sound, wav
 from tests.gpu_workers.video_files import encode as video_file
-
-OPTIONS = ("--mm-process-config", '{"vision_config": {"video": {"max_frames": 8}}}')
-
-
-@pytest.fixture(scope="module")
-def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    checkpoint = tmp_path_factory.mktemp("omni") / "qwen2_5_omni"
-    command = [sys.executable, "-m", "gpu_workers.checkpoints", "qwen2_5_omni", str(checkpoint)]
-    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
-    with Daemon(str(checkpoint), *SMALL_MEMORY, *OPTIONS, workers=1) as daemon:
-        daemon.wait_ready()
-        yield daemon
 
 
 def text(data: memoryview | bytes) -> str:
@@ -87,6 +72,47 @@ def test_processed_arrays_are_checked_and_encoded(omni: Daemon) -> None:
     assert np.isfinite(rows(omni, answer)).all()
     wrong = {**arrays, "image_grid_thw": {**arrays["image_grid_thw"], "data": text(bytes(24))}}
     encode(omni, "IMAGE", {"processed": wrong}).check_problem(400)
+
+
+def test_processed_sound_has_the_rows_of_the_raw_one(omni: Daemon, omni_checkpoint: Path) -> None:
+    tensors = processed_sound(omni_checkpoint, "qwen2_5_omni", 20_800)
+    file = text(save(tensors))
+    mask = tensors["feature_attention_mask"]
+    arrays = {
+        "input_features": array("F32", tensors["input_features"].numpy().astype("<f4")),
+        "feature_attention_mask": array("BOOL", mask.numpy().astype(bool)),
+    }
+    raw = rows(omni, encode(omni, "AUDIO", text(wav(noise(20_800)))))
+    for item in ({"processed": file}, {"processed": arrays}, arrays):
+        answer = encode(omni, "AUDIO", item)
+        assert answer.json["audio_feature_lens_raw"] == [130]
+        assert np.array_equal(rows(omni, answer), raw)
+
+
+def test_a_processed_tensor_that_does_not_fit_is_named_with_its_limit(
+    omni: Daemon, omni_checkpoint: Path
+) -> None:
+    tensors = processed_sound(omni_checkpoint, "qwen2_5_omni", 20_800)
+    tensors["input_features"] = tensors["input_features"][:, :80].contiguous()
+    refused = encode(omni, "AUDIO", {"processed": text(save(tensors))})
+    refused.check_problem(400)
+    assert refused.json["message"] == (
+        "mm_items[0] has input_features of size 80 on axis 1; the model takes 128"
+    )
+
+
+def test_pixels_are_made_where_the_daemon_is_told(omni: Daemon) -> None:
+    assert "pixels are resized and normalised on cpu" in omni.log()
+
+
+def array(dtype: str, values: np.ndarray) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(values.shape), "data": text(values.tobytes())}
+
+
+def test_a_modality_that_the_checkpoint_lacks_is_named(qwen: Daemon) -> None:
+    refused = encode(qwen, "AUDIO", text(wav(noise(1000))))
+    refused.check_problem(422)
+    assert "modality audio is not served by this checkpoint" in refused.json["message"]
 
 
 def test_media_of_another_kind_is_refused(omni: Daemon) -> None:

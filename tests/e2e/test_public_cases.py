@@ -72,7 +72,21 @@ def fixture_url(cases_directory: Path) -> Iterator[str]:
 def test_every_single_request_case_passes(
     qwen: Daemon, cases_directory: Path, media_root: Path, tmp_path: Path, kind: str
 ) -> None:
-    arguments = [qwen.base_url, "--kinds", kind, "--media-root", str(media_root), "--family", "qwen2_vl"]
+    run_cases(cases_directory, qwen, "qwen2_vl", kind, media_root, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["image", "video", "audio"])
+def test_every_single_request_case_passes_where_one_model_has_all_modalities(
+    omni: Daemon, cases_directory: Path, media_root: Path, tmp_path: Path, kind: str
+) -> None:
+    run_cases(cases_directory, omni, "qwen2_5_omni", kind, media_root, tmp_path)
+
+
+def run_cases(
+    cases_directory: Path, daemon: Daemon, family: str, kind: str, media_root: Path, tmp_path: Path
+) -> None:
+    """The set's own runner, on every case of a kind that is one request."""
+    arguments = [daemon.base_url, "--kinds", kind, "--media-root", str(media_root), "--family", family]
     done = subprocess.run(
         [sys.executable, str(cases_directory / "run_cases.py"), *arguments],
         env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
