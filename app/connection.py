@@ -1,4 +1,4 @@
-"""One HTTP connection: Hypercorn's, with HTTP/1.1 only and a limit on how long headers may take.
+"""One HTTP connection: Hypercorn's, with HTTP/1.1 only and limits on how long headers and answers may take.
 
 Hypercorn 0.18 turns a cleartext connection to HTTP/2 when it sees the preface ("PRI * HTTP/2.0") or an
 Upgrade: h2c header, and HTTP/2 brings rapid resets without limit. Its TCPServer builds the protocol switch
@@ -6,7 +6,8 @@ itself, so run() is repeated here without it. Used by `app.listener`.
 """
 
 import asyncio
-from typing import Final
+from collections.abc import Coroutine
+from typing import Any, Final
 
 import h11
 from hypercorn.asyncio.task_group import TaskGroup
@@ -48,11 +49,13 @@ class Connection(TCPServer):  # type: ignore[misc]
         config: Config,
         context: WorkerContext,
         header_timeout_s: float,
+        send_timeout_s: float,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
         super().__init__(application, asyncio.get_running_loop(), config, context, {}, reader, writer)
         self._header_timeout_s = header_timeout_s
+        self._send_timeout_s = send_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
         self._client_is_gone = False
 
@@ -89,12 +92,26 @@ class Connection(TCPServer):  # type: ignore[misc]
 
     async def protocol_send(self, event: Event) -> None:
         """What the protocol wants done; "not idle" means that a request's headers are whole."""
+        if isinstance(event, RawData):
+            await self._within_send_limit(super().protocol_send(event))
+            return
         if isinstance(event, Updated):
             if not event.idle:
                 self._stop_header_timer()
             elif self._client_is_gone:
                 return  # nobody will send a next request: the idle task would only keep the socket open
         await super().protocol_send(event)
+
+    async def _close(self) -> None:
+        await self._within_send_limit(super()._close())
+
+    async def _within_send_limit(self, sending: Coroutine[Any, Any, None]) -> None:
+        """A client that reads nothing loses its connection, and with it what waits to be sent."""
+        timer = self.loop.call_later(self._send_timeout_s, self.writer.transport.abort)
+        try:
+            await sending
+        finally:
+            timer.cancel()
 
     async def _read_data(self) -> None:
         while data := await self._read():

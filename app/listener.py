@@ -82,7 +82,7 @@ class Listener:
 
     def __init__(self, application: ASGIApp, config: ServeConfig, sockets: list[socket.socket]) -> None:
         self._application = wrap_app(application, 0, "asgi")
-        self._header_timeout_s = config.header_timeout_s
+        self._config = config
         self._sockets = sockets
         self._hypercorn = _hypercorn_config()
         self._context = WorkerContext(None)
@@ -104,7 +104,13 @@ class Listener:
         self._connections.add(task)
         try:
             await Connection(
-                self._application, self._hypercorn, self._context, self._header_timeout_s, reader, writer
+                self._application,
+                self._hypercorn,
+                self._context,
+                self._config.header_timeout_s,
+                self._config.body_idle_timeout_s,
+                reader,
+                writer,
             )
         finally:
             self._connections.discard(task)

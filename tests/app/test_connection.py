@@ -9,6 +9,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from tests.app.serving import config, exchange, run, served, status_of
 
@@ -64,6 +65,26 @@ def test_headers_that_do_not_come_end_the_connection(sent: bytes) -> None:
             return await exchange(port, sent)
 
     assert run(main()) == b""
+
+
+def test_an_answer_that_nobody_reads_ends_the_connection() -> None:
+    async def main() -> None:
+        is_over = asyncio.Event()
+
+        async def talk(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200})
+            await send({"type": "http.response.body", "body": bytes(64 << 20)})
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            is_over.set()
+
+        async with served(talk, config(body_idle_timeout_s=0.05)) as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await is_over.wait()
+            writer.close()
+
+    run(main())
 
 
 def test_the_header_limit_runs_again_for_the_next_request_and_not_while_idle() -> None:
