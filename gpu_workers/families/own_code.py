@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import HF_MODULES_CACHE
@@ -38,15 +39,15 @@ _PICTURE_METHODS: Final = {"kimi_vl": "_extract_image_features"}
 
 def load(config: WorkerConfig, device: torch.device, model_type: str) -> ComposedFamily:
     """Load the checkpoint's towers by its own class. ConfigurationError that names what is missing."""
-    if model_type in CONFIG_MAPPING:  # transformers' own code is the one to run
+    if _is_in_transformers(config.checkpoint, model_type):
         return anything.load(msgspec.structs.replace(config, trust_remote_code=False), device, model_type)
     known = _WITHOUT_CODE.get(model_type)
     if known is not None and not (config.trust_remote_code and _class_reference(config.checkpoint)):
         return known(config, device, model_type)
     if not config.trust_remote_code:
         raise ConfigurationError(
-            f"model_type {model_type!r} is not in transformers, and its code in the checkpoint is only run "
-            "on request: it needs --trust-remote-code"
+            f"this model (model_type {model_type!r}) is not in transformers, and the code in its checkpoint "
+            "is only run on request: it needs --trust-remote-code"
         )
     reference = _class_reference(config.checkpoint)
     if reference is None:
@@ -62,6 +63,13 @@ def load(config: WorkerConfig, device: torch.device, model_type: str) -> Compose
     if model_type in _PICTURE_METHODS:
         return compose(model, model_type, {"image": partial(_load_pictures, config, model, model_type)})
     return anything.compose_tried(config, model, model_type)
+
+
+def _is_in_transformers(checkpoint: str, model_type: str) -> bool:
+    """Its type, and a class that it names if it names any: then transformers' code is the one to run."""
+    architectures = read_config(checkpoint).get("architectures") or []
+    named = [name for name in architectures if hasattr(transformers, str(name))]
+    return model_type in CONFIG_MAPPING and (bool(named) or not architectures)
 
 
 def _load_model(config: WorkerConfig, device: torch.device, reference: str) -> PreTrainedModel:

@@ -23,6 +23,7 @@ from tests.gpu_workers.reference import encode, picture, picture_item, plan_of, 
 # The reader silences Pillow once; pytest puts the filters back after the test that made the reader.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 
+LANGUAGE: Final = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 16, "num_hidden_layers": 1}
 SIZES: Final = [(224, 336), (150, 100), (30, 50), (60, 300), (56, 56), (28, 28), (100, 150), (57, 57)]
 
 # A model with a language model of an unusual name, and pictures the Hugging Face way.
@@ -241,12 +242,13 @@ def test_a_model_without_hooks_is_tried_like_any_of_transformers(tmp_path: Path)
     assert torch.equal(encode(family, picture_item(png(image)))[0], expected)
 
 
-@pytest.mark.parametrize("name", ["mimo_v2", "own_vl"])
+@pytest.mark.parametrize("name", ["mimo_v2", "own_vl", "idefics3"])
 def test_without_the_flag_the_error_names_it_and_no_code_runs(name: str, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w').close()")
     auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, "auto_map": auto_map}))
+    described = {"model_type": name, "auto_map": auto_map, "architectures": ["Own"]}
+    (tmp_path / "config.json").write_text(json.dumps(described))
     with pytest.raises(ConfigurationError, match="needs --trust-remote-code"):
         load(tmp_path, trust_remote_code=False)
     assert not ran.exists()
@@ -300,6 +302,15 @@ def test_what_a_hook_refuses_is_an_items_error(own: Path) -> None:
 def test_a_known_type_without_code_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mimo_v2"}))
     with pytest.raises(ConfigurationError, match=r"auto_map .* names no model"):
+        load(tmp_path)
+
+
+def test_a_model_of_transformers_never_runs_the_checkpoints_code(tmp_path: Path) -> None:
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LANGUAGE)).save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["auto_map"] = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigurationError, match="LlamaForCausalLM has neither"):
         load(tmp_path)
 
 
