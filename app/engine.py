@@ -35,12 +35,12 @@ from app.inflight import Flight, Inflight, InflightStatistics, Listener, Waiter
 from app.jobs import Encoded, EncodeJob
 from app.launch import Launcher
 from app.leases import Leases, LeaseStatistics
-from app.place import Place, WorkerStatus
+from app.place import Place, PlaceState, WorkerStatus
 from app.segments import Block, Segment, Segments, SegmentStatistics
 from app.session_encodes import EncodeLimits, EncodePath
 from app.sessions import Sessions, SessionStatistics
 from app.supervisor import Supervisor
-from app.worker import Worker
+from app.worker import Worker, WorkerCondition
 from shm.arena import InputArena, create_arena
 from shm.errors import RegionUnavailable
 from shm.messages import Handle
@@ -131,7 +131,7 @@ class Engine:
             undo.callback(self._leases.close)
             self._start_workers(Launcher(config, self._boot_id, backing, arena_read_only_fd))
             undo.push_async_callback(self._supervisor.stop)
-            undo.push_async_callback(self.drain)
+            undo.push_async_callback(self._drain_if_nobody_did)
             self._undo = undo.pop_all()
         return self
 
@@ -188,12 +188,22 @@ class Engine:
         return [msgspec.structs.replace(handle, nonce=nonce) for nonce in nonces]
 
     def release(self, nonce: str) -> bool:
-        """End the lease of a handle, whoever holds it. False if there is none."""
+        """End the lease of a handle. False if there is none; HandleAttached if it is a session's."""
         return self._leases.release(nonce)
 
     def ready(self) -> bool:
         """Whether an encode that came now would find a worker."""
         return not self._is_draining and self._supervisor.is_ready()
+
+    def is_started(self) -> bool:
+        """Whether every place has its worker ready, but those that are not started again."""
+        states = {worker.state for worker in self.workers()}
+        return WorkerCondition.READY in states and states <= {WorkerCondition.READY, PlaceState.FAILED}
+
+    @property
+    def beats(self) -> int:
+        """How often the workers have been looked after."""
+        return self._supervisor.beats
 
     def check_room(self, nbytes: int) -> None:
         """MemoryFull or QueueFull if a request of nbytes of media would not find room soon."""
@@ -232,11 +242,11 @@ class Engine:
         """Returns the reason once all places have failed for their configuration (exit status 78)."""
         return await self._supervisor.failed()
 
-    async def drain(self) -> None:
+    async def drain(self, timeout_s: float) -> None:
         """Take no more jobs; wait for those under way up to the limit, then end them with 503."""
         self._is_draining = True
         try:
-            async with asyncio.timeout(self._config.shutdown_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await self._inflight.wait_empty()
         except TimeoutError:
             self._inflight.fail_all(Draining("the daemon is stopping", retry_after_s=1.0))
@@ -253,6 +263,10 @@ class Engine:
             self._sessions.statistics(),
             sum(status.restarts for status in self._supervisor.statuses()),
         )
+
+    async def _drain_if_nobody_did(self) -> None:
+        if not self._is_draining:
+            await self.drain(self._config.shutdown_timeout_s)
 
     def _create_arena(self, backing: Backing) -> Region:
         try:

@@ -51,6 +51,10 @@ class MethodNotAllowed(RequestError):
     """The route exists under another method."""
 
 
+class HandleAttached(RequestError):
+    """The handle's lease is a session's."""
+
+
 class DuplicateRequest(RequestError):
     """The same req_id with other media is under way."""
 
@@ -146,6 +150,7 @@ CAUSES: Final[dict[type[RequestError], Cause]] = {
     BodyTimeout: Cause(408, "body_timeout", "The body did not arrive in time", True),
     NotFound: Cause(404, "not_found", "There is no such thing"),
     MethodNotAllowed: Cause(405, "method_not_allowed", "The method is not allowed here"),
+    HandleAttached: Cause(409, "handle_attached", "A session has attached this handle"),
     DuplicateRequest: Cause(409, "duplicate_request", "This req_id is under way with other media"),
     ModalityNotServed: Cause(422, "modality_not_served", "The modality is not served"),
     InvalidItem: Cause(400, "invalid_item", "An item is malformed"),
@@ -155,7 +160,7 @@ CAUSES: Final[dict[type[RequestError], Cause]] = {
     ItemHostFailed: Cause(422, "item_host_failed", "The media host failed", True),
     ItemHostTimeout: Cause(504, "item_host_timeout", "The media host did not answer in time", True),
     ItemUndecodable: Cause(422, "item_undecodable", "An item cannot be encoded"),
-    PoisonInput: Cause(422, "poison-input", "Workers die of this content"),
+    PoisonInput: Cause(422, "poison_input", "Workers die of this content"),
     QueueFull: Cause(429, "queue_full", "Too many requests are under way", True),
     MemoryFull: Cause(503, "memory_full", "There is no room for this request now", True),
     NoWorkerReady: Cause(503, "no_worker_ready", "No worker is ready", True),

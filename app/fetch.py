@@ -6,11 +6,9 @@ checked (Host and SNI keep the name), so a second answer of the name server chan
 """
 
 import asyncio
-import socket
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from ipaddress import ip_address
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
@@ -25,6 +23,7 @@ from app.errors import (
     ItemUnavailable,
     MemoryFull,
 )
+from app.resolver import Resolver
 
 if TYPE_CHECKING:
     import httpx
@@ -78,6 +77,7 @@ class MediaFetcher:
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
         self._client: httpx.AsyncClient | None = None
+        self._resolver = Resolver()
         self._slots = asyncio.Semaphore(MAX_FETCHES)
         self._hosts: dict[str, _HostSlots] = {}
         self.held_bytes = 0
@@ -169,14 +169,11 @@ class MediaFetcher:
         """Resolved once; the whole answer is refused if one address is."""
         port = url.port or DEFAULT_PORTS[url.scheme]
         try:
-            answers = await asyncio.get_running_loop().getaddrinfo(
-                url.raw_host.decode("ascii").strip("[]"), port, type=socket.SOCK_STREAM
-            )
+            found = await self._resolver.addresses(url.raw_host.decode("ascii").strip("[]"), port)
         except (OSError, UnicodeError):
             raise ItemUnavailable(
                 f"mm_items[{index}]: the media host's name does not resolve", item_index=index
             ) from None
-        found = [ip_address(sockaddr[0]) for *_, sockaddr in answers if isinstance(sockaddr[0], str)]
         if not all(may_connect(one, allow_private=self._config.allow_private_media) for one in found):
             raise ItemRefused(
                 f"mm_items[{index}]: the media host has an address that is not public", item_index=index

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import TYPE_CHECKING
 
+from app.errors import HandleAttached
 from shm.errors import LeaseRefused, StaleHandle
 
 if TYPE_CHECKING:
@@ -114,10 +115,15 @@ class Leases:
         return lease
 
     def release(self, nonce: str) -> bool:
-        """End the lease of this nonce, whoever holds it. False if there is none."""
+        """End the unattached lease of this nonce. False if there is none; HandleAttached if a session has it:
+        then it is the session's to end, which may be reading."""
         lease = self._by_key.get(_key(nonce))
         if lease is None:
             return False
+        if lease.holder is not None:
+            raise HandleAttached(
+                "a session has attached this handle; its release, or its end, ends the lease"
+            )
         self._end(lease)
         return True
 

@@ -1,5 +1,6 @@
 """systemd: readiness and watchdog messages out, listening sockets in. Both do nothing elsewhere."""
 
+import logging
 import os
 import socket
 from collections.abc import MutableMapping
@@ -11,6 +12,8 @@ from app.errors import ConfigError
 
 FIRST_INHERITED_FD: Final = 3
 
+log = logging.getLogger("encoderd")
+
 
 class Notifier:
     """Talks to the NOTIFY_SOCKET of this process, if there is one. Context manager."""
@@ -19,6 +22,7 @@ class Notifier:
         self._socket: socket.socket | None = None
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            self._socket.setblocking(False)
             self._socket.connect("\0" + address[1:] if address.startswith("@") else address)
 
     @property
@@ -26,9 +30,9 @@ class Notifier:
         """Whether somebody listens."""
         return self._socket is not None
 
-    def ready(self) -> None:
-        """READY=1: the unit counts as started."""
-        self._send("READY=1\nSTATUS=ready")
+    def ready(self) -> bool:
+        """READY=1: the unit counts as started. False: say it again."""
+        return self._send("READY=1\nSTATUS=ready")
 
     def stopping(self) -> None:
         """STOPPING=1: the drain has begun."""
@@ -39,16 +43,24 @@ class Notifier:
         self._send(f"STATUS={text}")
 
     def watchdog(self) -> None:
-        """WATCHDOG=1: the event loop turns."""
+        """WATCHDOG=1: the event loop turns and looks after the workers."""
         self._send("WATCHDOG=1")
 
     def extend_start(self, seconds: float) -> None:
         """Ask for more start time while loading makes progress."""
         self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
-    def _send(self, message: str) -> None:
-        if self._socket is not None:
+    def _send(self, message: str) -> bool:
+        """Whether it was said, or nobody listens. systemd is not waited for: its queue may be full, or it may
+        be starting anew."""
+        if self._socket is None:
+            return True
+        try:
             self._socket.send(message.encode())
+        except OSError as error:
+            log.warning("systemd does not hear us: %s", error.strerror)
+            return False
+        return True
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,8 @@
 """The daemon from its sockets to its exit status. Called by `app.cli`.
 
 Order: sockets are bound, then answers begin (/livez at once), then the engine loads workers. The way back:
-readyz says no, new work is refused, work under way is finished up to a limit, the engine stops.
+readyz says no, new work is refused, work under way is finished up to a limit, the engine stops. At worst that
+takes --shutdown-delay + --shutdown-timeout (30 s) + 14 s of grace, which TimeoutStopSec= (45 s) must exceed.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Final
@@ -89,7 +91,7 @@ async def _serve(
                     services.engine_started(engine)
                     failure = await _until_stopped(engine, notifier, watchdog_s, stop)
                     notifier.stopping()
-                    await _drain(services.admission, config)
+                    await _drain(services.admission, engine, config)
     if failure:
         raise ConfigError(f"no worker can start: {failure}")
     log.info("stopped")
@@ -102,7 +104,7 @@ async def _until_stopped(engine: Engine, notifier: Notifier, watchdog_s: float, 
         failed = group.create_task(engine.failed())
         reporters = [
             group.create_task(_report_start(engine, notifier)),
-            group.create_task(_feed_watchdog(notifier, watchdog_s)),
+            group.create_task(_feed_watchdog(engine, notifier, watchdog_s)),
         ]
         await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)
         failure = failed.result() if failed.done() else ""
@@ -128,35 +130,45 @@ def _stop_on_signals() -> asyncio.Event:
 
 
 async def _report_start(engine: Engine, notifier: Notifier) -> None:
-    """Tell systemd how the workers' loading goes, and when the first one is ready."""
+    """Tell systemd how the workers' loading goes, and when all are ready (but those that never will be)."""
     said = ""
-    while not engine.ready():
-        states = ", ".join(f"worker {worker.index} {worker.state}" for worker in engine.workers())
+    while not engine.is_started():
+        workers = engine.workers()
+        states = ", ".join(f"worker {worker.index} {worker.state}" for worker in workers)
         if states != said:
             notifier.status(states)
             said = states
-        notifier.extend_start(START_EXTENSION_S)
+        if not any(worker.restarts for worker in workers):  # loading; a worker that dies is no progress
+            notifier.extend_start(START_EXTENSION_S)
         await asyncio.sleep(READY_POLL_S)
-    notifier.ready()
+    while not notifier.ready():
+        await asyncio.sleep(READY_POLL_S)
     log.info("ready")
 
 
-async def _feed_watchdog(notifier: Notifier, watchdog_s: float) -> None:
+async def _feed_watchdog(engine: Engine, notifier: Notifier, watchdog_s: float) -> None:
+    """As long as the supervisor beats, and beats again between two of these."""
+    beats = -1
     while notifier.connected and watchdog_s:
-        notifier.watchdog()
+        if engine.beats != beats:
+            beats = engine.beats
+            notifier.watchdog()
         await asyncio.sleep(watchdog_s / 3)
 
 
-async def _drain(admission: Admission, config: ServeConfig) -> None:
-    """readyz says no; after the delay new work gets 503; what is under way has until the limit."""
+async def _drain(admission: Admission, engine: Engine, config: ServeConfig) -> None:
+    """readyz says no; after the delay new work gets 503; what is under way has until the limit, which
+    requests and the encodes behind them share."""
     log.info("draining: %d requests under way", admission.statistics().in_flight)
     admission.leave()
     await asyncio.sleep(config.shutdown_delay_s)
     admission.close()
+    ends_s = time.monotonic() + config.shutdown_timeout_s
     if not await admission.wait_idle(config.shutdown_timeout_s):
         log.warning("%d requests were not done in time", admission.statistics().in_flight)
         admission.abort()
         await admission.wait_idle(ANSWER_GRACE_S)
+    await engine.drain(max(0.0, ends_s - time.monotonic()))
 
 
 def _addresses(sockets: list[socket.socket]) -> list[str]:

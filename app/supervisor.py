@@ -12,7 +12,10 @@ KILL_LIMIT_S = 10.0  # a killed process that is not gone by then hangs in the ke
 
 
 class Supervisor:
-    """Keeps a worker in each place. Nothing here waits for a worker on the event loop."""
+    """Keeps a worker in each place. Nothing here waits for a worker on the event loop.
+
+    beats: how often it has looked after all places and their work.
+    """
 
     def __init__(
         self,
@@ -29,6 +32,7 @@ class Supervisor:
         self._stall_ns = int(stall_s * 1e9)
         self._slow_ns = int(slow_s * 1e9)
         self._on_beat = on_beat
+        self.beats = 0
         self._lives: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -91,3 +95,4 @@ class Supervisor:
         for place in self._places:
             place.check(stall_ns=self._stall_ns, slow_ns=self._slow_ns)
         self._on_beat()
+        self.beats += 1

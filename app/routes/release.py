@@ -1,4 +1,4 @@
-"""POST /release: whoever holds a handle may end its lease."""
+"""POST /release: whoever holds a handle that no session has attached may end its lease."""
 
 from typing import Final
 
@@ -15,7 +15,8 @@ MAX_BODY_BYTES: Final = 64 * 1024
 
 
 async def post_release(request: Request) -> Response:
-    """End the lease of a handle that no session has attached. 404 when there is none (any more)."""
+    """End the lease of a handle that no session has attached. 404 when there is none (any more), 409 when a
+    session has it."""
     services: Services = request.app.state.services
     body = await read_body(request.receive, request.headers, services.config, MAX_BODY_BYTES)
     if not services.engine.release(parse_release(body).wanted_nonce()):

@@ -236,7 +236,7 @@ async def test_a_drain_waits_for_the_work_under_way_and_takes_no_more(tmp_path: 
         item = b"stub forward_ms=100"
         encode = asyncio.create_task(engine.encode(make_job(engine.arena, "key", item)))
         await until(lambda: engine.workers()[0].in_flight == 1)
-        drain = asyncio.create_task(engine.drain())
+        drain = asyncio.create_task(engine.drain(5.0))
         await until(lambda: not engine.ready())
         with pytest.raises(Draining):
             await engine.encode(make_job(engine.arena, "late", b"late"))
@@ -251,7 +251,7 @@ async def test_what_is_not_done_when_the_drain_ends_gets_an_answer_too(tmp_path:
         job = make_job(engine.arena, "key", b"stub forward_ms=60000")
         encode = asyncio.create_task(engine.encode(job))
         await until(lambda: engine.workers()[0].in_flight == 1)
-        await engine.drain()
+        await engine.drain(0.0)
         with pytest.raises(Draining):
             await encode
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
+from app.errors import HandleAttached
 from app.leases import Holder, Leases
 from app.segments import Block
 from shm.arena import InputArena
@@ -150,15 +151,18 @@ async def test_a_block_that_ends_without_a_lease_goes_back_at_once() -> None:
 
 
 @on_loop
-async def test_whoever_knows_the_nonce_may_end_an_attached_lease() -> None:
+async def test_an_attached_lease_is_the_sessions_to_end() -> None:
     async with scene() as here:
         block = here.block()
         holder = Holder()
         nonce = here.leases.grant(block)
-        here.leases.attach(holder, attach_request(nonce, block))
-        assert here.leases.release(nonce)
+        lease = here.leases.attach(holder, attach_request(nonce, block))
+        with pytest.raises(HandleAttached):
+            here.leases.release(nonce)
+        assert here.unleased == []
+        assert here.leases.release_held(holder, lease.number)
         assert here.unleased == [block]
-        assert (holder.leases, holder.held_bytes) == ({}, 0)
+        assert not here.leases.release(nonce)
 
 
 @on_loop

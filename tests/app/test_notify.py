@@ -101,3 +101,13 @@ def test_a_socket_that_does_not_listen_is_refused() -> None:
 def test_a_missing_descriptor_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="not a socket"):
         take_environment({"LISTEN_FDS": "1", "LISTEN_PID": "7"}, 7, first_fd=1_000_000)
+
+
+def test_a_full_queue_at_systemd_blocks_nobody_and_readiness_can_be_said_again(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        with Notifier(str(tmp_path / "notify")) as notifier:
+            while notifier.ready():
+                pass
+            systemd.recv(1000)
+            assert notifier.ready()

@@ -22,7 +22,7 @@ from gpu_workers.families.stub import stub_rows
 from shm import _core
 from shm.client import Session, View, connect
 from shm.encode_call import EncodeRefused
-from shm.encode_ring import pack_request
+from shm.encode_request import pack_request
 from shm.errors import EncodeFailed, LeaseRefused, SessionClosed, WaitTimeout
 from shm.layout import (
     SESSION_COMPLETION_CONSUMER_OFFSET,
@@ -372,7 +372,7 @@ async def test_a_session_of_a_stopped_engine_says_so(tmp_path: Path) -> None:
     async with Engine(config) as engine:
         await ready_worker(engine)
         session = await asyncio.to_thread(connect, config.attach_socket)
-        await engine.drain()
+        await engine.drain(0.0)
         with pytest.raises(EncodeRefused, match="503"):
             await encode(session, b"late")
     with pytest.raises(SessionClosed):

@@ -160,7 +160,7 @@ def test_what_kills_its_workers_is_refused_and_every_neighbour_is_answered(
             for outcome in load.rest():
                 assert outcome.answer is not None, outcome.lost
                 if outcome.req_id == "poison":
-                    assert outcome.answer.check_problem(422, req_id="poison")["code"] == "poison-input"
+                    assert outcome.answer.check_problem(422, req_id="poison")["code"] == "poison_input"
                 else:
                     assert judge.judge(outcome)
         fragile.wait_all_ready()

@@ -112,7 +112,7 @@ def test_a_connection_to_the_socket_starts_the_service(stopped: Machine) -> None
 
 
 def test_start_returns_when_the_daemon_is_ready(started: Machine) -> None:
-    # No waiting in between: READY=1 is only sent when a worker is ready.
+    # No waiting in between: READY=1 is only sent when every worker is ready.
     assert _request(started, "GET", "/readyz")[0] == 200
 
 
