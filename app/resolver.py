@@ -1,8 +1,8 @@
 """Names to addresses, in threads that nothing waits for at the end. Used by `app.fetch`.
 
-The C library's resolver cannot be stopped and takes up to 45 s over a name whose server is silent. In the loop's
-own pool four such names would delay every other look-up, and the process could not end before them. So each name
-has a daemonic thread, and requests for the same name share it.
+The C library's resolver cannot be stopped and takes up to 45 s over a name whose server is silent. In the
+loop's own pool four such names would delay every other look-up, and the process could not end before them.
+So each name has a daemonic thread, and requests for the same name share it.
 """
 
 import asyncio
