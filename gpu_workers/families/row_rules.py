@@ -10,7 +10,7 @@ belong together, so that the tower never meets them.
 import math
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from gpu_workers.families.features import Tensors
 from gpu_workers.families.patches import Grids, check_merges, patch_count
 from gpu_workers.families.processed import out_of_range, wrong_size
+
+_PICTURES_OF_PROMPT: Final = "batch_num_images"
 
 
 class Measured(NamedTuple):
@@ -116,6 +118,7 @@ def any_resolution(model: PreTrainedModel, trial: Trial) -> RowRule:
         counts = [_tiles_of(model, size) for size in sizes]
         if len(sizes) != len(pixels):
             raise wrong_size("image_sizes", 0, len(sizes), len(pixels))
+        _check_alone(arguments, len(sizes))
         if max(counts) != pixels.shape[1]:
             raise wrong_size(_pixel_name(arguments), 1, pixels.shape[1], max(counts))
         newline = torch.empty(1, device="meta")
@@ -129,6 +132,17 @@ def any_resolution(model: PreTrainedModel, trial: Trial) -> RowRule:
         return Measured(sum(len(table) for table in packed), grids)
 
     return rule
+
+
+def _check_alone(arguments: Tensors, pictures: int) -> None:
+    """ItemError for pictures that a prompt has several of, which LLaVA-OneVision would not cut into tiles."""
+    together = arguments.get(_PICTURES_OF_PROMPT)
+    if together is None:
+        return
+    if len(together) != pictures:
+        raise wrong_size(_PICTURES_OF_PROMPT, 0, len(together), pictures)
+    if int(together.max()) > 1:
+        raise out_of_range(_PICTURES_OF_PROMPT, int(together.max()), 1)
 
 
 def _tiles_of(model: PreTrainedModel, size: list[int]) -> int:
