@@ -59,9 +59,9 @@ class Encoder:
 
     def attempt(self, batch: list[Item]) -> list[Rows]:
         """One forward of prepared items on this rank. Raises whatever the tower raises."""
-        for item in batch:
-            for point in _FAULT_POINTS:
-                self._faults.reach(point, (item.plan.fault,))
+        asked_faults = tuple([item.plan.fault for item in batch])
+        for point in _FAULT_POINTS:
+            self._faults.reach(point, asked_faults)
         outputs = self._family.forward([_prepared(item) for item in batch])
         for item, rows in zip(batch, outputs, strict=True):
             planned = (item.plan.rows, self._info.dim_of(item.job.modality))

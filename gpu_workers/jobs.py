@@ -15,6 +15,7 @@ from shm.messages import BlockMetadata, ItemRows
 from shm.segment import FillingBlock
 
 _U32_MAX: Final = 0xFFFFFFFF
+_CLAMP_NS: Final = _U32_MAX * 1000
 
 
 class InputRange(NamedTuple):
@@ -97,10 +98,10 @@ class Timings:
     copy_ns: int = 0
     batch_items: int = 0  # of the largest batch that the job was part of
 
-    @staticmethod
-    def microseconds(nanoseconds: int) -> int:
-        """As completion records carry it: whole microseconds, clamped to u32."""
-        return min(nanoseconds // 1000, _U32_MAX)
+    def microseconds(self) -> list[int]:
+        """Queue, preprocess, forward and copy as completion records carry them: whole, clamped to u32."""
+        times_ns = (self.queue_ns, self.preprocess_ns, self.forward_ns, self.copy_ns)
+        return [time_ns // 1000 if time_ns < _CLAMP_NS else _U32_MAX for time_ns in times_ns]
 
 
 @dataclass(eq=False, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from gpu_workers.errors import CompletionRingFull, ItemError
 from gpu_workers.faults import FaultPoint, Faults
-from gpu_workers.jobs import Job, Timings
+from gpu_workers.jobs import Job
 from shm.layout import NO_BLOCK, Completion, CompletionKind
 from shm.link import WorkerLink
 from shm.segment import FillingBlock
@@ -100,7 +100,7 @@ def _block_of(job: Job) -> FillingBlock:
 def _record(job: Job, kind: CompletionKind) -> Completion:
     """The job's block and timings, as they are now."""
     block = _block_of(job)
-    timings = job.timings
+    queue_us, preprocess_us, forward_us, copy_us = job.timings.microseconds()
     return Completion(
         kind,
         job.ticket,
@@ -112,9 +112,9 @@ def _record(job: Job, kind: CompletionKind) -> Completion:
         dim=block.dim,
         dtype=block.dtype,
         metadata_bytes=block.metadata_bytes,
-        queue_us=Timings.microseconds(timings.queue_ns),
-        preprocess_us=Timings.microseconds(timings.preprocess_ns),
-        forward_us=Timings.microseconds(timings.forward_ns),
-        copy_us=Timings.microseconds(timings.copy_ns),
-        batch_items=timings.batch_items,
+        queue_us=queue_us,
+        preprocess_us=preprocess_us,
+        forward_us=forward_us,
+        copy_us=copy_us,
+        batch_items=job.timings.batch_items,
     )
