@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.gpu_workers.harness import Harness
+
+if TYPE_CHECKING:  # a test run without real families loads no torch
+    from gpu_workers.families.base import Family
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 OMNI_FAMILIES = ("qwen2_5_omni", "qwen3_omni_moe")
@@ -51,3 +54,17 @@ def worker(start_worker: Callable[..., Harness]) -> Harness:
 def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoints:
     """A tiny checkpoint of every family."""
     return TinyCheckpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(family_name: str, tiny_checkpoints: TinyCheckpoints) -> Path:
+    """Of the family that the test file names by its fixture family_name."""
+    return tiny_checkpoints[family_name]
+
+
+@pytest.fixture(scope="module")
+def family(checkpoint: Path) -> "Family":
+    """What a worker loads of it, in this process."""
+    from tests.gpu_workers.reference import load_family
+
+    return load_family(checkpoint)

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,9 @@ def load_family(checkpoint: Path, dtype: str = "auto", **options: dict[str, Any]
     return load_on(config, torch.device("cpu"))
 
 
+@cache
 def whole_model(checkpoint: Path, family: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The model with its language model; the thinker of an Omni checkpoint."""
+    """The model with its language model; the thinker of an Omni checkpoint. Loaded once for all files."""
     if family in THINKERS:
         config = transformers.AutoConfig.from_pretrained(checkpoint).thinker_config
         model_class = getattr(transformers, THINKERS[family])

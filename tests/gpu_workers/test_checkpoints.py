@@ -1,7 +1,7 @@
 """Small checkpoints: the same seed gives the same weights, and every file that a processor needs is there."""
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -61,9 +61,11 @@ def test_a_tiny_checkpoint_brings_its_code(tiny_checkpoints: TinyCheckpoints, fa
     assert sum(path.stat().st_size for path in directory.iterdir()) < 2_000_000
 
 
-def test_the_command_line_makes_what_it_is_asked_for(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gpu_workers.checkpoints"]
+def test_the_command_line_makes_what_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["qwen2_vl", str(tmp_path), "--size", "tiny", "--seed", "5", "--dtype", "bfloat16"]
-    subprocess.run([*command, *arguments], check=True, capture_output=True)
+    monkeypatch.setattr(sys, "argv", ["checkpoints", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("gpu_workers.checkpoints", run_name="__main__")
+    assert ended.value.code == 0
     assert json.loads((tmp_path / "config.json").read_text())["encoderd_seed"] == 5
     assert {tensor.dtype for tensor in weights(tmp_path).values()} == {torch.bfloat16}

@@ -93,16 +93,6 @@ def family_name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(family_name: str, tiny_checkpoints: TinyCheckpoints) -> Path:
-    return tiny_checkpoints[family_name]
-
-
-@pytest.fixture(scope="module")
-def family(checkpoint: Path) -> Family:
-    return load_family(checkpoint)
-
-
-@pytest.fixture(scope="module")
 def reference(checkpoint: Path, family_name: str) -> Reference:
     return Reference(checkpoint, family_name)
 

@@ -10,8 +10,8 @@ from safetensors.torch import save
 from gpu_workers.errors import ItemError
 from gpu_workers.families.base import Family, MediaItem
 from shm.errors import ErrorCode, TensorFault
-from tests.gpu_workers.conftest import SOUND_FAMILIES, TinyCheckpoints
-from tests.gpu_workers.reference import encode, load_family, noise, plan_of, processed_sound, wav
+from tests.gpu_workers.conftest import SOUND_FAMILIES
+from tests.gpu_workers.reference import encode, noise, plan_of, processed_sound, wav
 
 SECOND = 16_000
 MASKS = {
@@ -35,16 +35,6 @@ def raw_item(samples: int) -> MediaItem:
 def family_name(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
-
-
-@pytest.fixture(scope="module")
-def checkpoint(family_name: str, tiny_checkpoints: TinyCheckpoints) -> Path:
-    return tiny_checkpoints[family_name]
-
-
-@pytest.fixture(scope="module")
-def family(checkpoint: Path) -> Family:
-    return load_family(checkpoint)
 
 
 @pytest.mark.parametrize("samples", [3 * SECOND, 20_800, 1_000])
