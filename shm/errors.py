@@ -113,6 +113,7 @@ _TENSOR_NAMES: Final = (
     "image_position_ids",
     "video_position_ids",
     "pixel_mask",
+    "batch_num_images",
 )
 _AXIS_SHIFT: Final = 48
 _NAME_SHIFT: Final = 56

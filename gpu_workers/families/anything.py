@@ -28,7 +28,7 @@ from gpu_workers.families.plain_pictures import (
     plan_of,
 )
 from gpu_workers.families.plain_videos import PlainVideos, VideoSource, no_times, video_sample
-from gpu_workers.families.processed import ProcessedLayout, unfit
+from gpu_workers.families.processed import ProcessedLayout
 from gpu_workers.families.row_rules import Measured, patch_sides, pixels_of, tile_grids
 from gpu_workers.families.tried_sounds import SoundSource, TriedSounds
 from gpu_workers.towers import load_towers
@@ -139,9 +139,7 @@ class TriedPictures(PlainPictures):
 
     def measure(self, item: MediaItem) -> ItemPlan:
         """With a trial where needed."""
-        if item.kind == "processed":
-            return _tried(super().measure, item)
-        if self._dry:
+        if self._dry or item.kind == "processed":
             return super().measure(item)
         wanted = item_options(item.options)
         outputs = [self._method.arguments(self._source.process(file, wanted)) for file in item.files]
@@ -159,10 +157,6 @@ class TriedVideos(PlainVideos):
         """Never: a trial is nothing to wait for."""
         item_options(item.options)
         return None
-
-    def measure(self, item: MediaItem) -> ItemPlan:
-        """With a trial where needed."""
-        return _tried(super().measure, item) if item.kind == "processed" else super().measure(item)
 
     def forward(self, batch: list[Prepared]) -> list[Rows]:
         """One call for each item."""
@@ -217,14 +211,6 @@ def _load_sounds(config: WorkerConfig, model: PreTrainedModel) -> TriedSounds:
     method = FeatureMethod(model, _SOUNDS, list(outputs), source.processor_name)
     rule = RowsByTrial(model, method, masks_count=True)
     return TriedSounds(source, method, rule.rows, _width(method, outputs), source.layout(method.takes))
-
-
-def _tried(measure: Callable[[MediaItem], ItemPlan], item: MediaItem) -> ItemPlan:
-    """Of tensors that came from outside: what the tower does not take is their fault."""
-    try:
-        return measure(item)
-    except _REFUSALS:
-        raise unfit() from None
 
 
 def _width(method: FeatureMethod, outputs: dict[str, Any]) -> int:

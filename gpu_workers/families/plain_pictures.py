@@ -6,6 +6,7 @@ gave for it elsewhere (kind "processed").
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from gpu_workers.families.base import ItemPlan, MediaItem, Prepared, Rows
 from gpu_workers.families.features import FeatureMethod, joined
 from gpu_workers.families.options import VisionOptions, adjusted, daemon_options, item_options
 from gpu_workers.families.patches import check_aspect_ratio, patch_count
-from gpu_workers.families.processed import ProcessedLayout, tensors_among
+from gpu_workers.families.processed import ProcessedLayout, refusals_are_unfit, tensors_among
 from gpu_workers.families.qwen_pictures import PROCESSOR_MAX_ASPECT_RATIO, gray_square
 from gpu_workers.families.row_rules import Measured, RowRule
 from gpu_workers.media.image import ImageReader, ImageSize, parse_background
@@ -70,20 +71,24 @@ class PictureSource:
     def dry_run(self, size: ImageSize, wanted: VisionOptions) -> dict[str, Any]:
         """The outputs for a picture of this size: pixels on the meta device, sizes and grids real. ItemError
         if the processor refuses the size."""
-        nothing = torch.empty((3, size.height, size.width), dtype=torch.uint8, device="meta")
+        return self._run_on_nothing(size, wanted, "meta")
+
+    def _run_on_nothing(self, size: ImageSize, wanted: VisionOptions, device: str) -> dict[str, Any]:
+        nothing = torch.zeros((3, size.height, size.width), dtype=torch.uint8, device=device)
         try:
             return self._run(nothing, wanted)
         except (ValueError, TypeError, ZeroDivisionError, RuntimeError):
             raise ItemError(ErrorCode.UNSUPPORTED_FORMAT) from None
 
     def layout(self, names: Iterable[str], *, dry: bool = True) -> ProcessedLayout:
-        """Of the outputs of these names. dry: whether runs without pixels show them."""
-        run = self.dry_run if dry else self._run_on_gray
-        outputs = [run(size, VisionOptions()) for size in _LAYOUT_SIZES]
+        """Of the outputs of these names. dry: whether runs without pixels show them. A size that the
+        processor refuses tells nothing."""
+        device = "meta" if dry else "cpu"
+        outputs = []
+        for size in _LAYOUT_SIZES:
+            with suppress(ItemError):
+                outputs.append(self._run_on_nothing(size, VisionOptions(), device))
         return ProcessedLayout([tensors_among(one, names) for one in outputs], first_is_free=True)
-
-    def _run_on_gray(self, size: ImageSize, wanted: VisionOptions) -> dict[str, Any]:
-        return self._run(torch.full((3, size.height, size.width), 128, dtype=torch.uint8), wanted)
 
     def _run(self, picture: torch.Tensor, wanted: VisionOptions) -> dict[str, Any]:
         processor = _with_limits(self._processor, wanted)
@@ -127,7 +132,9 @@ class PlainPictures:
         """From the headers."""
         wanted = item_options(item.options)
         if item.kind == "processed":
-            return plan_of([self._rule(self._method.arguments(self._layout.outline(item.data)))])
+            arguments = self._method.arguments(self._layout.outline(item.data))
+            with refusals_are_unfit():
+                return plan_of([self._rule(arguments)])
         sizes = [self._source.size(file) for file in item.files]
         return plan_of([self._measured(size, wanted) for size in sizes], sizes[0])
 

@@ -5,6 +5,7 @@ processor itself, run on a tensor that has a size and no pixels.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -25,7 +26,7 @@ from gpu_workers.families.options import (
 )
 from gpu_workers.families.patches import check_aspect_ratio, patch_count
 from gpu_workers.families.plain_pictures import plan_of
-from gpu_workers.families.processed import ProcessedLayout, tensors_among
+from gpu_workers.families.processed import ProcessedLayout, refusals_are_unfit, tensors_among
 from gpu_workers.families.qwen_pictures import PROCESSOR_MAX_ASPECT_RATIO, gray_square
 from gpu_workers.families.row_rules import RowRule, pixels_of
 from gpu_workers.media.image import parse_background
@@ -131,7 +132,10 @@ class VideoSource:
 
     def layout(self, names: Iterable[str]) -> ProcessedLayout:
         """Of the processor's own outputs, those that become the method's arguments of these names."""
-        outputs = [self._dry_outputs(*size, VisionOptions()) for size in _LAYOUT_SIZES]
+        outputs = []
+        for size in _LAYOUT_SIZES:
+            with suppress(ItemError):  # a size that the processor refuses tells nothing
+                outputs.append(self._dry_outputs(*size, VisionOptions()))
         wanted = list(names) if self._adapt is unchanged else list(outputs[0])
         return ProcessedLayout([tensors_among(one, wanted) for one in outputs], first_is_free=False)
 
@@ -191,7 +195,8 @@ class PlainVideos:
         """Finds and chooses the frames."""
         if item.kind == "processed":
             outline = self._source.adapted(dict(self._layout.outline(item.data)))
-            return plan_of([self._rule(self._method.arguments(outline))])
+            with refusals_are_unfit():
+                return plan_of([self._rule(self._method.arguments(outline))])
         video = self._source.plan(item)
         rows, grids = self._rule(self._method.arguments(self._source.dry_run(item, video)))
         return ItemPlan(

@@ -6,7 +6,8 @@ the model sees a tensor. Every error is an ItemError that names the tensor, or B
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -151,6 +152,15 @@ def no_multiple(name: str, axis: int, found: int, limit: int) -> ItemError:
 def unfit() -> ItemError:
     """For tensors that are right one by one and do not belong together."""
     return ItemError(ErrorCode.BAD_TENSORS)
+
+
+@contextmanager
+def refusals_are_unfit() -> Iterator[None]:
+    """Around what a model's own code makes of tensors from outside: whatever it raises is their fault."""
+    try:
+        yield
+    except (ValueError, TypeError, IndexError, AttributeError, ArithmeticError, RuntimeError):
+        raise unfit() from None
 
 
 def _fault(code: ErrorCode, name: str, axis: int = 0, found: int = 0, limit: int = 0) -> ItemError:

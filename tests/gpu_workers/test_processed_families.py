@@ -11,8 +11,13 @@ from transformers import AutoImageProcessor, AutoVideoProcessor
 
 from gpu_workers.errors import ItemError
 from gpu_workers.families.base import Family, MediaItem
+from gpu_workers.families.options import VisionOptions
+from gpu_workers.families.plain_pictures import PictureSource
+from gpu_workers.media.image import ImageSize
 from shm.errors import ErrorCode, TensorFault
+from shm.messages import MediaOptions
 from tests.gpu_workers.conftest import TinyCheckpoints
+from tests.gpu_workers.harness import worker_config
 from tests.gpu_workers.reference import (
     encode,
     load_family,
@@ -155,6 +160,11 @@ def refusal(family: Family, item: MediaItem) -> tuple[ErrorCode, TensorFault, in
             (ErrorCode.TENSOR_SIZE, TensorFault("image_sizes", 0, 2), 1),
         ),
         (
+            "llava_onevision",
+            {"batch_num_images": torch.tensor([7])},
+            (ErrorCode.TENSOR_VALUE, TensorFault("batch_num_images", 0, 7), 1),
+        ),
+        (
             "mistral3",
             {"image_sizes": torch.tensor([[9000, 28]])},
             (ErrorCode.TENSOR_VALUE, TensorFault("image_sizes", 0, 9000), 112),
@@ -186,6 +196,27 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name_and_limit(
 ) -> None:
     tensors = picture_tensors(loaded.checkpoints[name], SIZE)
     assert refusal(loaded[name], processed(tensors | change, "image")) == expected
+
+
+@pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])
+def test_sizes_that_the_models_own_packing_refuses_are_the_items_fault(name: str, loaded: Loaded) -> None:
+    """A line of one pixel by a million is cropped to nothing."""
+    tensors = picture_tensors(loaded.checkpoints[name], (60, 150))
+    with pytest.raises(ItemError) as refused:
+        encode(loaded[name], processed(tensors | {"image_sizes": torch.tensor([[1, 1 << 20]])}, "image"))
+    assert refused.value.code in (ErrorCode.BAD_TENSORS, ErrorCode.TENSOR_SIZE)
+
+
+def test_a_size_that_the_processor_refuses_tells_nothing_of_the_layout(loaded: Loaded) -> None:
+    """Pixtral's processor makes a side of no pixels of a picture four times as wide as high."""
+    options = MediaOptions(image={"size": {"longest_edge": 3}})
+    config = worker_config(checkpoint=str(loaded.checkpoints["mistral3"]), media_options=options)
+    source = PictureSource(config, torch.device("cpu"))
+    with pytest.raises(ItemError):
+        source.dry_run(ImageSize(1344, 336), VisionOptions())
+    small = {"pixel_values": torch.zeros(1, 3, 28, 28)}
+    outputs = source.layout(["pixel_values"]).outputs(processed(small, "image").data)
+    assert outputs["pixel_values"].shape == (1, 3, 28, 28)
 
 
 def test_a_missing_tensor_is_named(loaded: Loaded) -> None:
