@@ -37,7 +37,8 @@ from app.launch import Launcher
 from app.leases import Leases, LeaseStatistics
 from app.place import Place, PlaceState, WorkerStatus
 from app.segments import Block, Segment, Segments, SegmentStatistics
-from app.session_encodes import EncodeLimits, EncodePath
+from app.session_copy import EncodeLimits
+from app.session_request import EncodePath
 from app.sessions import Sessions, SessionStatistics
 from app.supervisor import Supervisor
 from app.worker import Worker, WorkerCondition

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from app.leases import Holder, Lease, Leases
-from app.session_encodes import EncodePath, SessionEncodes
+from app.session_encodes import SessionEncodes
+from app.session_request import EncodePath
 from shm.errors import LeaseRefused, RegionCorrupt, RegionUnavailable, SessionClosed, StaleHandle
 from shm.layout import LAYOUT_VERSION, SessionDescriptor, SessionKind
 from shm.messages import Attach, Attached, Granted, Refused, Welcome
@@ -35,7 +36,7 @@ from shm.session import (
 )
 
 if TYPE_CHECKING:
-    from app.segments import Block, Segment, Segments
+    from app.segments import Block, Segments
 
 SESSIONS_MAX = 1024
 ACCEPT_PAUSE_S = 1.0
@@ -79,8 +80,8 @@ class Session:
         self._leases = leases
         self._segments = segments
         self._on_end = on_end
-        self._holder = Holder()
-        self._granted: set[Segment] = set()
+        self._holder = Holder(peer_credentials(connection).pid)
+        self._granted: set[tuple[int, int]] = set()  # by key: a segment that is gone must not be kept here
         self._loop = asyncio.get_running_loop()
         self._is_open = True
 
@@ -88,7 +89,7 @@ class Session:
         """Send the regions and all segments, and listen from now on."""
         room = MAX_DESCRIPTORS - len(self._regions.descriptors)
         segments = list(islice(self._segments.readable(), room))
-        self._granted.update(segments)
+        self._granted.update(segment.key for segment in segments)
         welcome = Welcome(
             self.number,
             LAYOUT_VERSION,
@@ -138,18 +139,18 @@ class Session:
             return
         self.attached += 1
         segment = lease.block.segment
-        if segment in self._granted:
+        if segment.key in self._granted:
             self._send(Attached(lease.number), [])
         else:
-            self._granted.add(segment)
+            self._granted.add(segment.key)
             self._send(Attached(lease.number, segment.grant), [segment.read_only_fd])
 
     def _lease_for_encode(self, block: Block) -> Lease:
         """A lease of this session's, whose segment its client has, or finds in its socket. LeaseRefused."""
         lease = self._leases.grant_held(self._holder, block)
         segment = block.segment
-        if segment not in self._granted:
-            self._granted.add(segment)
+        if segment.key not in self._granted:
+            self._granted.add(segment.key)
             try:
                 send_datagram(self._connection, Granted(segment.grant), [segment.read_only_fd])
             except (BlockingIOError, SessionClosed, OSError):

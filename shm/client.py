@@ -13,7 +13,6 @@ import socket
 import struct
 import threading
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -23,8 +22,9 @@ from typing import Any, Final, Literal, NamedTuple, Self
 import msgspec
 
 from shm.encode_call import EncodeAnswer, EncodeRefused, Item, items_of, post_encode
-from shm.encode_ring import EncodeRing, Media, pack_request
-from shm.errors import LeaseRefused, RegionCorrupt, SessionClosed, StaleHandle
+from shm.encode_request import Media, pack_request
+from shm.encode_ring import EncodeRing
+from shm.errors import LeaseRefused, SessionClosed, StaleHandle
 from shm.layout import (
     LAYOUT_VERSION,
     Dtype,
@@ -32,14 +32,16 @@ from shm.layout import (
     SessionCompletion,
     SessionWait,
 )
+from shm.mapped_segments import MappedSegments
 from shm.messages import Attach, Attached, Granted, Handle, Refused, SegmentGrant, Welcome
-from shm.region import Region, attach_region, prefault
+from shm.pending_encode import PendingEncode
+from shm.received_descriptors import ReceivedDescriptors
+from shm.region import attach_region
 from shm.release_ring import ReleaseRing
-from shm.segment import SegmentReader
 from shm.session import MAX_DESCRIPTORS, recv_datagram, send_datagram
 from shm.view import View, leased_header
 
-__all__ = ["EncodeAnswer", "EncodeRefused", "Session", "View", "connect"]
+__all__ = ["EncodeAnswer", "EncodeRefused", "PendingEncode", "Session", "View", "connect"]
 
 DEFAULT_PATH: Final = "/run/encoderd/attach.sock"
 _WELCOME_OWN_DESCRIPTORS: Final = 3  # client region, control region, bell; then one per segment
@@ -74,7 +76,7 @@ def connect(path: str = DEFAULT_PATH, *, timeout: float = 5.0) -> "Session":
             greeting, descriptors = recv_datagram(connection, _GREETINGS, MAX_DESCRIPTORS)
         except OSError as error:
             raise SessionClosed(f"no daemon at {path} ({type(error).__name__})") from None
-        with _Descriptors(descriptors) as received:
+        with ReceivedDescriptors(descriptors) as received:
             if isinstance(greeting, Refused):
                 raise SessionClosed(f"the daemon refuses this session ({greeting.reason})")
             if greeting.layout_version != LAYOUT_VERSION:
@@ -87,28 +89,6 @@ def connect(path: str = DEFAULT_PATH, *, timeout: float = 5.0) -> "Session":
     return session
 
 
-class _Descriptors:
-    """Descriptors that came with a datagram, taken one after the other; `with` closes what nobody took."""
-
-    def __init__(self, descriptors: list[int]) -> None:
-        self._waiting = deque(descriptors)
-
-    def take(self) -> int:
-        """The next descriptor, the caller's from now on. SessionClosed if the daemon sent too few."""
-        if not self._waiting:
-            raise SessionClosed("a datagram without the descriptors that belong to it")
-        return self._waiting.popleft()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._waiting:
-            os.close(self._waiting.popleft())
-
-
 class Session:
     """A connection to the daemon. When it closes, in whatever way, the daemon ends all its leases.
 
@@ -116,21 +96,21 @@ class Session:
     mapped but are not valid any more.
     """
 
-    def __init__(self, connection: socket.socket, welcome: Welcome, received: _Descriptors) -> None:
+    def __init__(self, connection: socket.socket, welcome: Welcome, received: ReceivedDescriptors) -> None:
         self._connection = connection
         self._welcome = welcome
         self._check_daemon = partial(_check_alive, connection)
         self._lock = threading.Lock()  # one question and its answer on the socket at a time
         self._closed = False
         self._views: weakref.WeakSet[View] = weakref.WeakSet()
-        self._segments: dict[tuple[int, int], tuple[Region, SegmentReader]] = {}
+        self._segments = MappedSegments(welcome.boot_id)
         with ExitStack() as undo:
             self._releases, self._encodes = self._attach_rings(received)
             undo.callback(self._releases.close)
             undo.callback(self._encodes.close)
-            undo.callback(self._drop_segments)
+            undo.callback(self._segments.close)
             for grant in welcome.segments:
-                self._map_segment(grant, received)
+                self._segments.add(grant, received)
             undo.pop_all()
 
     def attach(self, handle: Handle | Mapping[str, Any]) -> View:
@@ -174,7 +154,7 @@ class Session:
         bytes go over the session's own rings: written once, into memory that the daemon copies from. Texts
         (URLs, data URLs, base64, paths) and dicts, alone or among bytes, go to POST /encode where the daemon
         serves HTTP, and so does a request with `fields`: further fields of that request, sent as they are.
-        Many threads may encode over one session at once.
+        Many threads may encode over one session at once; `submit` has many under way from one thread.
 
         modality: image, video or audio. req_id: requests with the same one, for the same items, at the same
         time, share one encode. wait: "shape" returns as soon as the sizes are known; then View.wait_rows and
@@ -187,7 +167,7 @@ class Session:
         items = items_of(mm_items)
         media = [item for item in items if isinstance(item, bytes | bytearray | memoryview)]
         if len(media) == len(items) and not fields and self._welcome.input_bytes:
-            return self._encode_media(media, modality, req_id, wait, timeout)
+            return self._submit(media, modality, req_id, wait, timeout).result()
         result = post_encode(
             self._welcome.http,
             items,
@@ -198,6 +178,26 @@ class Session:
             fields=fields,
         )
         return self.attach(result.handle)
+
+    def submit(
+        self,
+        mm_items: Media | Sequence[Media],
+        *,
+        modality: str = "image",
+        req_id: str | None = None,
+        wait: Literal["ready", "shape"] = "ready",
+        timeout: float = 180.0,
+    ) -> PendingEncode:
+        """As encode, for bytes only, without waiting for the answer: one thread may have up to 256 under way.
+
+        Everything that encode raises once the request is sent, result() raises. Until a result is taken, or
+        the encode is cancelled or forgotten, its lease counts towards this session's share.
+        EncodeRefused (too large), WaitTimeout (256 under way all the time), SessionClosed.
+        """
+        if self._closed:
+            raise SessionClosed("this session is closed")
+        media = [mm_items] if isinstance(mm_items, bytes | bytearray | memoryview) else mm_items
+        return self._submit(media, modality, req_id, wait, timeout)
 
     @property
     def boot_id(self) -> str:
@@ -223,7 +223,7 @@ class Session:
         for view in list(self._views):
             view.release()
         self._releases.close()
-        self._drop_segments()
+        self._segments.close()
 
     def __enter__(self) -> Self:
         return self
@@ -233,22 +233,24 @@ class Session:
     ) -> None:
         self.close()
 
-    def _encode_media(
+    def _submit(
         self,
         media: Sequence[Media],
         modality: str,
         req_id: str | None,
         wait: Literal["ready", "shape"],
         timeout: float,
-    ) -> View:
+    ) -> PendingEncode:
         request = pack_request(media, modality.lower(), req_id or "")
         when = SessionWait.SHAPE if wait == "shape" else SessionWait.READY
-        answer = self._encodes.encode(request, when, timeout)
+        return PendingEncode(self._encodes, self._encodes.begin(request, when, timeout), self._view_of_answer)
+
+    def _view_of_answer(self, answer: SessionCompletion) -> View:
         handle = self._handle(answer)
         self._releases.begin(answer.lease)
         try:
             with self._lock:
-                while (handle.segment, handle.epoch) not in self._segments:
+                while not self._segments.has(handle.segment, handle.epoch):
                     # Its descriptor was sent before the answer, so it is in the socket.
                     self._map_granted(*self._receive())
                 view = self._view(handle, answer.lease)
@@ -275,10 +277,7 @@ class Session:
 
     def _view(self, handle: Handle, lease: int) -> View:
         """The leased block, mapped and checked against the handle."""
-        segment = self._segments.get((handle.segment, handle.epoch))
-        if segment is None:
-            raise SessionClosed("the daemon granted a lease in a segment that it never passed")
-        reader = segment[1]
+        reader = self._segments.reader(handle.segment, handle.epoch)
         return View(
             handle,
             reader,
@@ -304,11 +303,10 @@ class Session:
             answer, descriptors = self._receive()
         if isinstance(answer, Attached) and answer.grant is None and not descriptors:
             return answer
-        with _Descriptors(descriptors) as received:
+        with ReceivedDescriptors(descriptors) as received:
             if isinstance(answer, Refused):
                 raise _refused(answer.reason)
             if answer.grant is not None:
-                self._drop_abandoned_segments()
                 self._map_segment(answer.grant, received)
         return answer
 
@@ -327,13 +325,19 @@ class Session:
 
     def _map_granted(self, granted: Attached | Refused | Granted, descriptors: list[int]) -> None:
         """A segment that came unasked. Holds the lock."""
-        with _Descriptors(descriptors) as received:
+        with ReceivedDescriptors(descriptors) as received:
             if not isinstance(granted, Granted):
                 raise SessionClosed("the daemon answers what nobody asked")
-            self._drop_abandoned_segments()
             self._map_segment(granted.grant, received)
 
-    def _attach_rings(self, received: _Descriptors) -> tuple[ReleaseRing, EncodeRing]:
+    def _map_segment(self, grant: SegmentGrant, received: ReceivedDescriptors) -> None:
+        """A new one, and room for it made first. Holds the lock."""
+        self._segments.drop_abandoned(
+            {(view.handle.segment, view.handle.epoch) for view in list(self._views) if not view.released}
+        )
+        self._segments.add(grant, received)
+
+    def _attach_rings(self, received: ReceivedDescriptors) -> tuple[ReleaseRing, EncodeRing]:
         """The rings behind Welcome's first three descriptors."""
         with ExitStack() as undo:
             client = attach_region(received.take(), RegionKind.SESSION_CLIENT, writable=True)
@@ -348,30 +352,6 @@ class Session:
             )
             undo.pop_all()
         return releases, encodes
-
-    def _map_segment(self, grant: SegmentGrant, received: _Descriptors) -> None:
-        """Map and prefault one segment, read-only."""
-        with ExitStack() as undo:
-            region = undo.enter_context(attach_region(received.take(), RegionKind.SEGMENT, writable=False))
-            found = SegmentGrant(region.header.place, region.header.epoch, region.size_bytes)
-            if found != grant or region.header.boot_id.hex() != self._welcome.boot_id:
-                raise RegionCorrupt("a segment that is not the one the daemon named")
-            prefault(region, write=False)
-            undo.pop_all()
-        self._segments[grant.index, grant.epoch] = (region, SegmentReader(region))
-
-    def _drop_abandoned_segments(self) -> None:
-        """Unmap the segments of dead workers in which no lease exists any more."""
-        in_use = {(view.handle.segment, view.handle.epoch) for view in list(self._views) if not view.released}
-        for key, (region, reader) in list(self._segments.items()):
-            if reader.abandoned() and key not in in_use:
-                del self._segments[key]
-                region.close()
-
-    def _drop_segments(self) -> None:
-        while self._segments:
-            _, (region, _) = self._segments.popitem()
-            region.close()
 
 
 def _parsed(handle: Mapping[str, Any]) -> Handle:

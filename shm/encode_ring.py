@@ -4,15 +4,19 @@ Each Session has one, used by all its threads at once. It has no thread of its o
 leads, sleeps on the completion ring, and hands the others their answers. Once it has its own, the next leads.
 """
 
+from __future__ import annotations
+
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from collections import deque
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
 from shm import _core
 from shm.encode_call import EncodeRefused
+from shm.encode_request import Request
 from shm.errors import LeaseRefused, RegionCorrupt, SessionClosed, WaitTimeout
 from shm.input_pages import InputPages
 from shm.layout import (
@@ -20,6 +24,7 @@ from shm.layout import (
     SESSION_COMPLETION_PRODUCER_OFFSET,
     SESSION_FAULT_BYTES,
     SESSION_REQUEST_SLOTS,
+    SLOT_BYTES,
     SessionAnswer,
     SessionCompletion,
     SessionDescriptor,
@@ -27,49 +32,14 @@ from shm.layout import (
     SessionWait,
     session_fault_offset,
 )
-from shm.messages import ItemSource, RequestMetadata, SessionFault
+from shm.messages import SessionFault
 from shm.region import Region
 from shm.release_ring import ReleaseRing
 
-Media = bytes | bytearray | memoryview
-_ALIGNMENT_BYTES: Final = 64
-_PADDING: Final = bytes(_ALIGNMENT_BYTES)
 # A daemon that dies closes its socket but wakes no futex: so often the leader looks at the socket.
 _SLICE_NS: Final = 1_000_000_000
+_TAKE_MAX: Final = 64  # answers taken together
 _decode_fault = msgspec.msgpack.Decoder(SessionFault).decode
-
-
-class Request(NamedTuple):
-    """One encode as it goes into the input region: [metadata][req_id][items, each aligned]."""
-
-    pieces: list[Media]
-    nbytes: int
-    metadata_bytes: int
-    req_id_bytes: int
-
-
-def pack_request(items: Sequence[Media], modality: str, req_id: str) -> Request:
-    """Lay the items out; nothing is copied. req_id: empty for none."""
-    flat: list[Media] = [item if isinstance(item, bytes) else memoryview(item).cast("B") for item in items]
-    id_bytes = req_id.encode()
-    # Sources count from the run's start, which the metadata's own length moves: the largest it can have.
-    largest = sum(map(len, flat)) + (len(flat) + 1) * (_ALIGNMENT_BYTES + 64) + len(id_bytes) + len(modality)
-    room = len(_metadata(modality, [ItemSource(largest, largest)] * len(flat))) + len(id_bytes)
-    sources = []
-    pieces: list[Media] = []
-    position = start = -(-room // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    for item in flat:
-        sources.append(ItemSource(position, len(item)))
-        padding = -len(item) % _ALIGNMENT_BYTES
-        pieces += [item, _PADDING[:padding]] if padding else [item]
-        position += len(item) + padding
-    head = _metadata(modality, sources)
-    first = head + id_bytes
-    return Request([first.ljust(start, b"\0"), *pieces], position, len(head), len(id_bytes))
-
-
-def _metadata(modality: str, sources: list[ItemSource]) -> bytes:
-    return msgspec.msgpack.encode(RequestMetadata(modality, sources))
 
 
 class _NotSent(Exception):
@@ -80,20 +50,20 @@ class _NotSent(Exception):
         self.reason = reason
 
 
-class _Call:
+class Call:
     """One request under way. Its fields change under the ring's lock only."""
 
-    __slots__ = ("abandoned", "answer", "bell", "fault", "nbytes", "number", "offset", "rung")
+    __slots__ = ("abandoned", "answer", "bell", "deadline_ns", "fault", "nbytes", "number", "offset", "rung")
 
-    def __init__(self, number: int, offset: int, nbytes: int) -> None:
+    def __init__(self, number: int, offset: int, nbytes: int, deadline_ns: int) -> None:
         self.number = number
         self.offset = offset
         self.nbytes = nbytes
+        self.deadline_ns = deadline_ns
         self.answer: SessionCompletion | None = None
         self.fault: SessionFault | None = None
         self.abandoned = False
-        self.bell = threading.Lock()  # held; released once to wake the thread that waits
-        self.bell.acquire()
+        self.bell: threading.Lock | None = None  # held; released once to wake the thread that waits
         self.rung = False
 
 
@@ -130,11 +100,12 @@ class EncodeRing:
         self._pages = InputPages(client, input_bytes)
         self._free_slots = list(range(SESSION_REQUEST_SLOTS))
         self._round = 0
-        self._calls: dict[int, _Call] = {}
-        self._followers: dict[_Call, None] = {}  # in order of their coming
+        self._calls: dict[int, Call] = {}
+        self._followers: dict[Call, None] = {}  # in order of their coming
         self._room_waiters = 0
         self._is_led = False
         self._broken: Exception | None = None
+        self._forgotten: deque[Call] = deque()
 
     @property
     def max_bytes(self) -> int:
@@ -145,10 +116,10 @@ class EncodeRing:
         """Requests without an answer, abandoned ones included."""
         return len(self._calls)
 
-    def encode(self, request: Request, wait: SessionWait, timeout: float) -> SessionCompletion:
-        """Send it and wait for its SHAPE or READY, whose lease is the caller's to end.
+    def begin(self, request: Request, wait: SessionWait, timeout: float) -> Call:
+        """Send it; `finish` or `abandon` must follow. Waits while the session has too many under way.
 
-        EncodeRefused, LeaseRefused (the session's cap), WaitTimeout (the encode is cancelled), SessionClosed.
+        EncodeRefused, WaitTimeout, SessionClosed: the daemon never heard of it.
         """
         if request.nbytes > self.max_bytes:
             raise EncodeRefused(
@@ -156,21 +127,40 @@ class EncodeRing:
                 f"the request has {request.nbytes} bytes; a session takes {self.max_bytes}",
                 "body_too_large",
             )
-        deadline_ns = time.monotonic_ns() + round(timeout * 1e9)
-        call = self._open(request.nbytes, deadline_ns)
+        self._abandon_forgotten()
+        call = self._open(request.nbytes, time.monotonic_ns() + round(timeout * 1e9))
         try:
-            self._submit(call, request, wait, deadline_ns)
-            answer = self._wait(call, deadline_ns)
+            self._submit(call, request, wait)
         except _NotSent as error:
             with self._lock:
                 self._close_call(call)
             raise error.reason from None
         except BaseException:
-            self._abandon(call)
+            self.abandon(call)
+            raise
+        return call
+
+    def finish(self, call: Call) -> SessionCompletion:
+        """Wait for its SHAPE or READY, whose lease is the caller's to end.
+
+        EncodeRefused, LeaseRefused (the session's cap), WaitTimeout (the encode is cancelled), SessionClosed.
+        """
+        try:
+            answer = call.answer or self._wait(call)
+        except BaseException:
+            self.abandon(call)
             raise
         if answer.kind is SessionAnswer.FAILED:
-            raise self._refusal(call, answer, deadline_ns)
+            raise self._refusal(call, answer)
         return answer
+
+    def encode(self, request: Request, wait: SessionWait, timeout: float) -> SessionCompletion:
+        """begin and finish."""
+        return self.finish(self.begin(request, wait, timeout))
+
+    def forget(self, call: Call) -> None:
+        """As abandon, soon: for the garbage collector, which comes in the middle of anything."""
+        self._forgotten.append(call)
 
     def close(self) -> None:
         """End every wait with SessionClosed; returns once no thread uses the ring."""
@@ -183,7 +173,7 @@ class EncodeRing:
 
     # --- before the answer ---
 
-    def _open(self, nbytes: int, deadline_ns: int) -> _Call:
+    def _open(self, nbytes: int, deadline_ns: int) -> Call:
         """A request slot and a run of the input region; waits for both."""
         with self._lock:
             while True:
@@ -194,10 +184,10 @@ class EncodeRing:
                 self._wait_for_room(deadline_ns)
             self._round += SESSION_REQUEST_SLOTS
             slot = self._free_slots.pop()
-            call = self._calls[slot] = _Call(self._round + slot, offset, nbytes)
+            call = self._calls[slot] = Call(self._round + slot, offset, nbytes, deadline_ns)
         return call
 
-    def _submit(self, call: _Call, request: Request, wait: SessionWait, deadline_ns: int) -> None:
+    def _submit(self, call: Call, request: Request, wait: SessionWait) -> None:
         try:
             self._pages.write(call.offset, request.pieces)
         except OSError:
@@ -209,7 +199,7 @@ class EncodeRing:
                 request=call.number,
                 offset=call.offset,
                 nbytes=request.nbytes,
-                deadline_ns=deadline_ns,
+                deadline_ns=call.deadline_ns,
                 metadata_bytes=request.metadata_bytes,
                 req_id_bytes=request.req_id_bytes,
                 wait=wait,
@@ -231,71 +221,83 @@ class EncodeRing:
         self._is_led = True
         self._lock.release()
         try:
-            self._take_one(remaining_ns)
+            self._take_some(remaining_ns)
         finally:
             self._lock.acquire()
             self._hand_over()
 
     # --- the answer ---
 
-    def _wait(self, call: _Call, deadline_ns: int) -> SessionCompletion:
+    def _wait(self, call: Call) -> SessionCompletion:
         while True:
             with self._lock:
                 if call.answer is not None:
                     return call.answer
                 self._check_open()
-                leads = not self._is_led
-                if leads:
-                    self._is_led = True
-                    self._followers.pop(call, None)
-                else:
-                    self._followers[call] = None
-            remaining_ns = deadline_ns - time.monotonic_ns()
-            if leads:
+                bell = self._lead_or_follow(call)
+            if bell is None:
                 try:
-                    self._lead(call, deadline_ns)
+                    self._lead(call, call.deadline_ns)
                 finally:
                     with self._lock:
                         self._hand_over()
-            elif remaining_ns > 0:
-                call.bell.acquire(timeout=remaining_ns / 1e9)
+            elif (remaining_ns := call.deadline_ns - time.monotonic_ns()) > 0:
+                bell.acquire(timeout=remaining_ns / 1e9)
                 call.rung = False
-            if call.answer is None and time.monotonic_ns() >= deadline_ns:
+            if call.answer is None and time.monotonic_ns() >= call.deadline_ns:
                 raise WaitTimeout("the encode was not done in time")
 
-    def _lead(self, call: _Call, deadline_ns: int) -> None:
+    def _lead_or_follow(self, call: Call) -> threading.Lock | None:
+        """None: this thread leads now. Else the bell that wakes it. Holds the lock."""
+        if not self._is_led:
+            self._is_led = True
+            self._followers.pop(call, None)
+            return None
+        self._followers[call] = None
+        if call.bell is None:
+            call.bell = threading.Lock()
+            call.bell.acquire()
+        return call.bell
+
+    def _lead(self, call: Call, deadline_ns: int) -> None:
         """Take answers for everybody until one's own is there."""
         while call.answer is None and self._broken is None:
             remaining_ns = deadline_ns - time.monotonic_ns()
             if remaining_ns <= 0:
                 return
-            self._take_one(remaining_ns)
+            self._take_some(remaining_ns)
 
-    def _take_one(self, timeout_ns: int) -> None:
-        """Sleep until one answer has come, and deliver it. Only the leader, without the lock."""
+    def _take_some(self, timeout_ns: int) -> None:
+        """Sleep until an answer has come; deliver all that are there. Only the leader, without the lock."""
         try:
-            slot = self._completions.take(min(timeout_ns, _SLICE_NS))
-            if slot is None:
-                self._check_daemon()
+            slots = self._completions.take_many(_TAKE_MAX, min(timeout_ns, _SLICE_NS))
+            if slots:
+                self._deliver(slots)
             else:
-                self._deliver(SessionCompletion.unpack(slot))
+                self._check_daemon()
         except (SessionClosed, RegionCorrupt) as error:
             with self._lock:
                 self._break(error)
             raise
 
-    def _deliver(self, answer: SessionCompletion) -> None:
+    def _deliver(self, slots: bytes) -> None:
+        unwanted: list[int] = []
         with self._lock:
-            call = self._calls.get(answer.request % SESSION_REQUEST_SLOTS)
-            if call is None or call.number != answer.request:
-                raise RegionCorrupt("an answer to a request that is not under way")
-            if answer.kind is SessionAnswer.FAILED:
-                call.fault = self._fault(answer)
-            call.answer = answer
-            self._close_call(call)
-            self._ring(call)
-        if call.abandoned and answer.kind is not SessionAnswer.FAILED:
-            self._end_lease(answer.lease)
+            for start in range(0, len(slots), SLOT_BYTES):
+                answer = SessionCompletion.unpack(slots[start : start + SLOT_BYTES])
+                call = self._calls.get(answer.request % SESSION_REQUEST_SLOTS)
+                if call is None or call.number != answer.request:
+                    raise RegionCorrupt("an answer to a request that is not under way")
+                if answer.kind is SessionAnswer.FAILED:
+                    call.fault = self._fault(answer)
+                elif call.abandoned:
+                    unwanted.append(answer.lease)
+                call.answer = answer
+                self._close_call(call)
+                if call.bell is not None:
+                    self._ring(call)
+        for lease in unwanted:
+            self._end_lease(lease)
 
     def _fault(self, answer: SessionCompletion) -> SessionFault:
         offset = session_fault_offset(answer.request)
@@ -306,18 +308,18 @@ class EncodeRing:
         except msgspec.MsgspecError:
             raise RegionCorrupt("a fault that cannot be decoded") from None
 
-    def _refusal(self, call: _Call, answer: SessionCompletion, deadline_ns: int) -> Exception:
+    def _refusal(self, call: Call, answer: SessionCompletion) -> Exception:
         fault = call.fault or SessionFault("", "the daemon gave no reason")
         if fault.code == "session_full":
             return LeaseRefused("this session holds its share of leased bytes; release a view first")
-        if fault.code == "deadline_passed" and time.monotonic_ns() >= deadline_ns:
+        if fault.code == "deadline_passed" and time.monotonic_ns() >= call.deadline_ns:
             return WaitTimeout("the encode was not done in time")
         retry_after_s = answer.retry_after_ms / 1000 or None
         return EncodeRefused(answer.status, fault.message, fault.code, retry_after_s)
 
     # --- after it, and instead of it ---
 
-    def _abandon(self, call: _Call) -> None:
+    def abandon(self, call: Call) -> None:
         """Nobody waits for this one any more: cancel it; its slot and run are free when its answer comes."""
         with self._lock:
             self._followers.pop(call, None)
@@ -333,7 +335,11 @@ class EncodeRing:
         elif answer.kind is not SessionAnswer.FAILED:
             self._end_lease(answer.lease)
 
-    def _close_call(self, call: _Call) -> None:
+    def _abandon_forgotten(self) -> None:
+        while self._forgotten:
+            self.abandon(self._forgotten.popleft())
+
+    def _close_call(self, call: Call) -> None:
         """Its slot and its run may be used again. Holds the lock."""
         slot = call.number % SESSION_REQUEST_SLOTS
         del self._calls[slot]
@@ -352,12 +358,12 @@ class EncodeRing:
         if self._room_waiters or self._broken is not None:
             self._changed.notify_all()
 
-    def _ring(self, call: _Call) -> None:
+    def _ring(self, call: Call) -> None:
         """Wake the thread of a call, if it sleeps or is about to. Holds the lock."""
         waits = call in self._followers
         if waits and call.answer is not None:
             del self._followers[call]
-        if waits and not call.rung:
+        if waits and call.bell is not None and not call.rung:
             call.rung = True
             call.bell.release()
 

@@ -104,6 +104,32 @@ def test_many_threads_encode_over_one_session(stub: Daemon, stub_session: Sessio
     wait_all_free(stub.attach_socket)
 
 
+def test_one_thread_has_many_encodes_under_way(stub: Daemon, stub_session: Session) -> None:
+    items = [stub_item(rows=1 + number % 3) for number in range(150)]
+    pending = [stub_session.submit(item) for item in items]
+    for item, one in zip(reversed(items), reversed(pending), strict=True):
+        with one.result() as view:
+            assert np.array_equal(view.numpy(), expected_rows(item))
+    with pytest.raises(ValueError, match="taken already"):
+        pending[0].result()
+    wait_all_free(stub.attach_socket)
+
+
+def test_what_is_submitted_and_never_taken_leaves_nothing(stub: Daemon, stub_session: Session) -> None:
+    cancelled = stub_session.submit(stub_item(forward_ms=100))
+    forgotten = stub_session.submit(stub_item(forward_ms=100))
+    cancelled.cancel()
+    with pytest.raises(ValueError, match="cancelled"):
+        cancelled.result()
+    del forgotten
+    refused = stub_session.submit(b"stub rows=none")
+    with pytest.raises(EncodeRefused) as over_rings:
+        refused.result()
+    assert over_rings.value.code == "item_undecodable"
+    stub_session.encode(stub_item()).release()
+    wait_all_free(stub.attach_socket)
+
+
 def test_one_req_id_is_one_encode_over_http_and_over_a_session(stub: Daemon, stub_session: Session) -> None:
     item, req_id = stub_item(forward_ms=500), uuid.uuid4().hex
     handles = []

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from shm.encode_call import EncodeRefused
-from shm.encode_ring import EncodeRing, Request, pack_request
+from shm.encode_request import Request, pack_request
+from shm.encode_ring import EncodeRing
 from shm.errors import LeaseRefused, SessionClosed, WaitTimeout
 from shm.layout import (
     SESSION_REQUEST_SLOTS,
@@ -157,6 +158,50 @@ def test_many_threads_share_the_ring_and_every_answer_is_the_right_one(
         req_id = run[asked.metadata_bytes :][: asked.req_id_bytes].decode()
         control.ready(asked.request, lease=int(req_id.split()[1]))
     assert all(answer.result() for answer in right)
+
+
+def test_one_thread_has_many_under_way_and_takes_them_in_any_order(
+    control: Control, ring: EncodeRing
+) -> None:
+    calls = [ring.begin(request(), SessionWait.READY, PATIENCE_S) for _ in range(SESSION_REQUEST_SLOTS)]
+    for asked in [control.take() for _ in calls]:
+        control.ready(asked.request, lease=asked.request)
+    assert all(ring.finish(call).lease == call.number for call in reversed(calls))
+    assert ring.under_way() == 0
+
+
+def test_who_has_no_slot_takes_the_answers_that_wait(control: Control, ring: EncodeRing) -> None:
+    calls = [ring.begin(request(), SessionWait.READY, PATIENCE_S) for _ in range(SESSION_REQUEST_SLOTS)]
+    control.ready(control.take().request, lease=5)
+    one_more = ring.begin(request(), SessionWait.READY, PATIENCE_S)  # waits for the slot of that answer
+    assert ring.finish(calls[0]).lease == 5
+    assert one_more.answer is None
+    with pytest.raises(WaitTimeout, match="in use"):
+        ring.begin(request(), SessionWait.READY, 0.05)
+
+
+def test_what_is_abandoned_or_forgotten_is_cancelled_and_its_lease_ends(
+    control: Control, ring: EncodeRing
+) -> None:
+    answered, cancelled, forgotten, last = (
+        ring.begin(request(), SessionWait.READY, PATIENCE_S) for _ in range(4)
+    )
+    for call in (answered, cancelled, forgotten, last):
+        assert control.take().request == call.number
+    control.ready(answered.number, lease=1)
+    control.ready(last.number, lease=4)
+    assert ring.finish(last).lease == 4
+    ring.abandon(answered)
+    assert control.ended == [1]
+    ring.abandon(cancelled)
+    ring.forget(forgotten)
+    ring.begin(request(), SessionWait.READY, PATIENCE_S)
+    sent = [control.take() for _ in range(3)]
+    assert [(one.kind, one.request) for one in sent[:2]] == [
+        (SessionKind.CANCEL, cancelled.number),
+        (SessionKind.CANCEL, forgotten.number),
+    ]
+    assert sent[2].kind == SessionKind.ENCODE
 
 
 def test_a_failure_comes_with_the_words_of_http(
