@@ -261,8 +261,8 @@ def test_random_words_in_a_sessions_own_memory_end_that_session_only(stub: Daemo
         for session in hostile:
             size = os.fstat(session.client_fd).st_size
             with mmap.mmap(session.client_fd, size) as memory:
-                for offset in range(0, size - 8, 8):
-                    memory[offset : offset + 8] = generator.randbytes(8)
+                for offset in range(0, size, mmap.PAGESIZE):
+                    memory[offset : offset + mmap.PAGESIZE] = generator.randbytes(mmap.PAGESIZE)
             os.write(session.bell_fd, (1).to_bytes(8, "little"))
             assert session.hung_up()
             session.close()
