@@ -115,7 +115,7 @@ class Engine:
             self.arena = InputArena(arena)
             arena_read_only_fd = reopen_read_only(arena.fd)
             undo.callback(os.close, arena_read_only_fd)
-            self._segments = Segments(backing, self._segment_dropped)
+            self._segments = Segments(backing, self._memory_freed)
             undo.callback(self._segments.close)
             self._sessions = Sessions(
                 listener,
@@ -284,8 +284,8 @@ class Engine:
         )  # fmt: skip
         places = [
             Place(
-                index, launcher, self._segments, self._completions,
-                on_ready=self._pump, on_lost=self._worker_lost,
+                index, launcher, self._segments, self._completions, config.segment_bytes,
+                readers=self._leases.readers, on_ready=self._pump, on_lost=self._worker_lost,
             )
             for index in range(config.workers)
         ]  # fmt: skip
@@ -343,8 +343,8 @@ class Engine:
         self._segments.drop_if_unused(worker.segment)
         self._dispatch.worker_lost(worker)
 
-    def _segment_dropped(self, place: int) -> None:
-        self._supervisor.segment_dropped(place)
+    def _memory_freed(self, place: int) -> None:
+        self._supervisor.memory_freed(place)
 
     def _try_again(self, flight: Flight) -> None:
         self._dispatch.try_again(flight)

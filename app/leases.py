@@ -13,7 +13,7 @@ import hashlib
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import TYPE_CHECKING
@@ -44,8 +44,9 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """One session's leases by number. `app.sessions` keeps it, only Leases changes it."""
+    """One session's leases by number. `app.sessions` keeps it, only Leases changes it. pid: its reader's."""
 
+    pid: int = 0
     leases: dict[int, Lease] = field(default_factory=dict)
     held_bytes: int = 0
 
@@ -150,6 +151,12 @@ class Leases:
         for lease in leases:
             if lease.holder is None:
                 self._start_clock(lease)
+
+    def readers(self, blocks: Iterable[Block]) -> list[str]:
+        """Who may read any of these blocks, in words for a person."""
+        holders = {lease.holder for block in blocks for lease in self._by_block.get(block, ())}
+        pids = sorted({holder.pid for holder in holders if holder is not None})
+        return [f"pid {pid}" for pid in pids] + ["handles that no session has attached"] * (None in holders)
 
     def close(self) -> None:
         """Forget every lease without telling anyone: what a reader still has mapped stays as it is.

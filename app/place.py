@@ -1,7 +1,7 @@
 """One worker place: one process after another, each proved dead before the next may take its place.
 
-The supervisor runs `Place.run` as a task for each place. A place has at most two segments: the present
-worker's and one of a dead worker that readers still hold leases in; while they hold both, it waits.
+The supervisor runs `Place.run` as a task for each place. What readers hold in segments of its dead workers
+keeps memory; the place has at most one segment's worth of that beside the present worker's own, or it waits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -18,14 +18,14 @@ from app.completions import Completions
 from app.config import EXIT_CONFIG
 from app.launch import Launcher, LaunchRegions
 from app.outbox import Outbox
-from app.segments import Segments
+from app.segments import Block, Segments
 from app.worker import Worker, WorkerCondition
 from shm.errors import RegionCorrupt, RegionUnavailable
 from shm.group import rank_failure
 from shm.link import ControlLink
 from shm.messages import WorkerInfo
 
-SEGMENTS_MAX = 2
+DEAD_SEGMENTS_MAX = 64  # each is a mapping in control and in every reader
 START_LIMIT_S = 600.0
 STOP_GRACE_S = 5.0
 BACK_OFF_FIRST_S = 0.1
@@ -39,7 +39,7 @@ class PlaceState(StrEnum):
     """Where a place without a worker stands; with one, the worker's condition is its state."""
 
     STARTING = "starting"  # its regions are being created
-    WAITING = "waiting"  # readers hold leases in two dead segments
+    WAITING = "waiting"  # readers hold too much in dead workers' segments
     DEAD = "dead"  # backing off before the next launch
     FAILED = "failed"  # misconfigured: not started again
     STOPPED = "stopped"
@@ -74,7 +74,11 @@ class BackOff:
 
 
 class Place:
-    """The life of one place. on_ready and on_lost tell the engine what became of its worker."""
+    """The life of one place. on_ready and on_lost tell the engine what became of its worker.
+
+    dead_bytes_max: how much readers may keep of its dead workers' segments when the next one is launched.
+    readers: who may read these blocks, in words.
+    """
 
     def __init__(
         self,
@@ -82,7 +86,9 @@ class Place:
         launcher: Launcher,
         segments: Segments,
         completions: Completions,
+        dead_bytes_max: int,
         *,
+        readers: Callable[[Iterable[Block]], list[str]],
         on_ready: Callable[[], None],
         on_lost: Callable[[Worker], None],
     ) -> None:
@@ -95,10 +101,13 @@ class Place:
         self._reason = ""
         self._back_off = BackOff()
         self._stopping = asyncio.Event()
-        self._segment_dropped = asyncio.Event()
+        self._memory_freed = asyncio.Event()
+        self._waits_for = ""
         self._launcher = launcher
         self._segments = segments
         self._completions = completions
+        self._dead_bytes_max = dead_bytes_max
+        self._readers = readers
         self._on_ready = on_ready
         self._on_lost = on_lost
 
@@ -116,7 +125,7 @@ class Place:
     async def stop(self) -> None:
         """No further launch; the worker may end what it has, and is killed if that takes too long."""
         self._stopping.set()
-        self._segment_dropped.set()
+        self._memory_freed.set()
         worker = self.worker
         if worker is None:
             return
@@ -133,9 +142,9 @@ class Place:
                 stall_ns=stall_ns, slow_ns=slow_ns, start_limit_ns=int(START_LIMIT_S * 1e9)
             )
 
-    def segment_dropped(self) -> None:
-        """One of this place's dead segments is gone: there may be room for a launch."""
-        self._segment_dropped.set()
+    def memory_freed(self) -> None:
+        """Less is kept of this place's dead segments: there may be room for a launch."""
+        self._memory_freed.set()
 
     @property
     def failure(self) -> str | None:
@@ -166,7 +175,7 @@ class Place:
             pid=worker.pid if worker else 0,
             in_flight=len(worker.attempts) if worker else 0,
             restarts=self.restarts,
-            reason=(worker.reason if worker else "") or self._reason,
+            reason=(worker.reason if worker else "") or self._reason + self._waits_for,
             info=self._info,
         )
 
@@ -245,10 +254,27 @@ class Place:
             logger.error("worker %d.%d ended: %s", self.index, self.epoch, reason)
 
     async def _wait_for_room(self) -> None:
-        while self._segments.count(self.index) >= SEGMENTS_MAX and not self._stopping.is_set():
-            self._state = PlaceState.WAITING
-            self._segment_dropped.clear()
-            await self._segment_dropped.wait()
+        """Never by a timer, nor by hanging up: a reader's mapping outlives its session, and rows must not
+        change under it. So readers are named, and the place waits for them."""
+        while (waits_for := self._lacks_room()) and not self._stopping.is_set():
+            if not self._waits_for:
+                logger.warning("worker %d.%d is not started%s", self.index, self.epoch, waits_for)
+            self._state, self._waits_for = PlaceState.WAITING, waits_for
+            self._memory_freed.clear()
+            await self._memory_freed.wait()
+        self._waits_for = ""
+
+    def _lacks_room(self) -> str:
+        """What must be released before a launch, and by whom; empty if nothing."""
+        dead = self._segments.dead(self.index)
+        kept_bytes = sum(map(self._segments.kept_bytes, dead))
+        if kept_bytes <= self._dead_bytes_max and len(dead) <= DEAD_SEGMENTS_MAX:
+            return ""
+        readers = self._readers(block for segment in dead for block in segment.blocks.values())
+        return (
+            f"; waits, because {kept_bytes} bytes are kept of {len(dead)} dead workers' segments "
+            f"(at most {self._dead_bytes_max}) for {', '.join(readers)}"
+        )
 
     async def _wait(self, delay_s: float) -> None:
         try:

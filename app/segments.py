@@ -88,6 +88,11 @@ class Segment:
         return self.region.size_bytes - self.region.header.payload_offset
 
     @property
+    def key(self) -> tuple[int, int]:
+        """(place, epoch): no two segments of a boot have the same."""
+        return self.place, self.epoch
+
+    @property
     def grant(self) -> SegmentGrant:
         """What a session is told beside the read-only descriptor."""
         return SegmentGrant(self.place, self.epoch, self.region.size_bytes)
@@ -162,12 +167,12 @@ class SegmentStatistics:
 
 
 class Segments:
-    """All segments by (place, epoch). on_drop(place) is called when one is gone."""
+    """All segments by (place, epoch). on_freed(place) is called when a dead one lets go of memory."""
 
-    def __init__(self, backing: Backing, on_drop: Callable[[int], None]) -> None:
+    def __init__(self, backing: Backing, on_freed: Callable[[int], None]) -> None:
         self._backing = backing
         self._segments: dict[tuple[int, int], Segment] = {}
-        self._on_drop = on_drop
+        self._on_freed = on_freed
         # What walks or frees a whole segment takes too long for the event loop. One thread: a segment is
         # recovered before its holes are punched, and closed after that.
         self._janitor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="segments")
@@ -196,9 +201,13 @@ class Segments:
         """Those that exist, in order of place and epoch."""
         return [segment for _, segment in sorted(self._segments.items())]
 
-    def count(self, place: int) -> int:
-        """How many segments of this place exist, the present epoch's included."""
-        return sum(segment.place == place for segment in self._segments.values())
+    def dead(self, place: int) -> list[Segment]:
+        """Those of this place whose workers are dead, and that somebody may still read."""
+        return [segment for segment in self.all() if segment.place == place and segment.outbox is None]
+
+    def kept_bytes(self, dead: Segment) -> int:
+        """The memory that a dead worker's segment still takes: its leased runs, or all of a memfd."""
+        return dead.used_bytes if self._backing is Backing.POSIX else dead.region.size_bytes
 
     def recover(self, segment: Segment) -> list[Block]:
         """After proof of its worker's death: the known blocks that were still being filled.
@@ -224,6 +233,7 @@ class Segments:
         else:
             self._punch(segment, block.run_offset, block.run_bytes)
             self.drop_if_unused(segment)
+            self._on_freed(segment.place)
 
     def reclaim_run(self, segment: Segment, index: int, generation: int) -> None:
         """Tell a living worker that the block is free again."""
@@ -235,7 +245,6 @@ class Segments:
         exists = self.find(segment.place, segment.epoch) is segment
         if exists and segment.outbox is None and not segment.blocks:
             self._drop(segment)
-            self._on_drop(segment.place)
 
     def close(self) -> None:
         """Let go of everything; all workers are dead by now."""

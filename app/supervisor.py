@@ -63,9 +63,9 @@ class Supervisor:
         """What the loaded checkpoints have towers for, in order."""
         return sorted({name for place in self._places for name in place.modalities})
 
-    def segment_dropped(self, place: int) -> None:
-        """Readers have let go of a dead worker's segment."""
-        self._places[place].segment_dropped()
+    def memory_freed(self, place: int) -> None:
+        """Readers have let go of memory of this place's dead workers."""
+        self._places[place].memory_freed()
 
     async def failed(self) -> str:
         """Returns, with the reason, once no place will be started again because all are misconfigured.

@@ -200,10 +200,10 @@ def attempt_of(hand: HandWorker, job: EncodeJob, ticket: int = 1) -> Attempt:
 
 @asynccontextmanager
 async def hand_workers(
-    count: int = 1, on_drop: Callable[[int], None] = lambda place: None
+    count: int = 1, on_freed: Callable[[int], None] = lambda place: None
 ) -> AsyncIterator[tuple[Segments, list[HandWorker]]]:
     """Workers in places 0 to count - 1, played by hand, and their segments."""
-    segments = Segments(Backing.MEMFD, on_drop)
+    segments = Segments(Backing.MEMFD, on_freed)
     hands = [HandWorker(segments, place) for place in range(count)]
     try:
         yield segments, hands

@@ -9,6 +9,7 @@ import pytest
 
 from app.engine import Engine
 from app.errors import NoWorkerReady
+from app.jobs import Encoded
 from app.place import BackOff
 from gpu_workers.families.stub import stub_rows
 from shm.client import connect
@@ -79,17 +80,61 @@ async def test_a_reader_that_waits_for_rows_learns_that_the_worker_died(tmp_path
         assert engine.statistics().inflight.flights == 0
 
 
+async def leave_dead_segments(engine: Engine, item: bytes, count: int) -> list[Encoded]:
+    """Each with a leased block in it; the place's worker is dead at the end."""
+    held = []
+    for epoch in range(1, count + 1):
+        await ready_worker(engine, epoch=epoch)
+        held.append(await engine.encode(make_job(engine.arena, f"key {epoch}", item)))
+        os.kill(engine.workers()[0].pid, signal.SIGKILL)
+    return held
+
+
 @on_loop
-async def test_a_place_waits_while_readers_hold_two_dead_segments(tmp_path: Path) -> None:
-    async with Engine(serve_config(tmp_path)) as engine:
-        held = []
-        for epoch in (1, 2):
-            await ready_worker(engine, epoch=epoch)
-            held.append(await engine.encode(make_job(engine.arena, f"key {epoch}", b"a picture")))
-            os.kill(engine.workers()[0].pid, signal.SIGKILL)
+async def test_small_leases_in_dead_segments_keep_no_place_waiting(tmp_path: Path) -> None:
+    config = serve_config(tmp_path, shm_backing="posix")
+    async with Engine(config) as engine:
+        held = await leave_dead_segments(engine, b"a picture", 5)
+        await ready_worker(engine, epoch=6)
+        assert [segment.epoch for segment in engine.statistics().segments] == [1, 2, 3, 4, 5, 6]
+        with await asyncio.to_thread(connect, config.attach_socket) as session:
+            for encoded in held:
+                with await asyncio.to_thread(session.attach, encoded.handle) as view:
+                    assert (view.numpy() == stub_rows(b"a picture")).all()
+        await until(lambda: [segment.epoch for segment in engine.statistics().segments] == [6])
+
+
+@on_loop
+async def test_a_place_waits_while_leases_in_dead_segments_keep_more_than_a_segment(tmp_path: Path) -> None:
+    config = serve_config(tmp_path, shm_backing="posix")
+    async with Engine(config) as engine:
+        held = await leave_dead_segments(engine, b"stub rows=10000", 2)
         await until(lambda: engine.workers()[0].state == "waiting")
-        with pytest.raises(NoWorkerReady):
-            await engine.encode(make_job(engine.arena, "key 3", b"a picture"))
         engine.release(held[0].handle.nonce)
         await ready_worker(engine, epoch=3)
         assert [segment.epoch for segment in engine.statistics().segments] == [2, 3]
+
+
+@on_loop
+async def test_a_waiting_place_names_the_readers_and_goes_on_when_they_release(tmp_path: Path) -> None:
+    """The memory of a memfd cannot be given back in part: two dead segments are too many."""
+    config = serve_config(tmp_path, shm_backing="memfd")
+    async with Engine(config) as engine:
+        held = await leave_dead_segments(engine, b"a picture", 2)
+        with await asyncio.to_thread(connect, config.attach_socket) as session:
+            view = await asyncio.to_thread(session.attach, held[1].handle)
+            await until(lambda: engine.workers()[0].state == "waiting")
+            engine.release(held[0].handle.nonce)
+            await ready_worker(engine, epoch=3)
+            again = await engine.encode(make_job(engine.arena, "key", b"another"))
+            other_view = await asyncio.to_thread(session.attach, again.handle)
+            os.kill(engine.workers()[0].pid, signal.SIGKILL)
+            await until(lambda: engine.workers()[0].state == "waiting")
+            reason = engine.workers()[0].reason
+            assert f"pid {os.getpid()}" in reason
+            assert "killed by SIGKILL" in reason
+            with pytest.raises(NoWorkerReady):
+                await engine.encode(make_job(engine.arena, "key 3", b"a picture"))
+            view.release()
+            assert (await ready_worker(engine, epoch=4)).reason == "killed by SIGKILL"
+            other_view.release()

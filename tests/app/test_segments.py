@@ -48,7 +48,7 @@ class Scene:
 @asynccontextmanager
 async def scene() -> AsyncIterator[Scene]:
     dropped: list[int] = []
-    async with hand_workers(on_drop=dropped.append) as (segments, [hand]):
+    async with hand_workers(on_freed=dropped.append) as (segments, [hand]):
         with small_arena() as arena:
             yield Scene(segments, hand, arena, dropped)
 
