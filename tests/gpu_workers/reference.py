@@ -60,7 +60,11 @@ def processed_sound(checkpoint: Path, family: str, samples: int) -> dict[str, to
 
 
 def load_family(checkpoint: Path, dtype: str = "auto", **options: dict[str, Any]) -> Family:
-    """A family on the CPU. options: of --mm-process-config, by modality."""
+    """A family on the CPU. options: of --mm-process-config, by modality.
+
+    With one thread from now on, as in a worker: their number decides how sums are split.
+    """
+    torch.set_num_threads(1)
     config = worker_config(
         checkpoint=str(checkpoint), tower="auto", dtype=dtype, media_options=MediaOptions(**options)
     )
