@@ -19,6 +19,7 @@ from shm.errors import ErrorCode, TensorFault
 Sizes: TypeAlias = Sequence[int | None]  # of each dimension; None: any
 
 LARGEST_INTEGER: Final = 1 << 20
+LARGEST_COUNT: Final = 4096  # grids, or sizes, of one item
 _LENGTH: Final = struct.Struct("<Q")
 _MAX_HEADER_BYTES: Final = 1 << 16
 _FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -67,8 +68,15 @@ class TensorFile:
 
     def grids(self, name: str) -> list[list[int]]:
         """An integer tensor (n, 3) of numbers from 1 to 2**20."""
-        grids: list[list[int]] = self.integers(name, (None, 3)).tolist()
+        grids: list[list[int]] = self.counted(name, (None, 3)).tolist()
         return grids
+
+    def counted(self, name: str, wanted: Sizes) -> torch.Tensor:
+        """As integers, of a tensor that code looks at number by number: not more than 4096 of them."""
+        found = self._entry(name, _INTEGERS, wanted).shape[0]
+        if found > LARGEST_COUNT:
+            raise wrong_size(name, 0, found, LARGEST_COUNT)
+        return self.integers(name, wanted)
 
     def _entry(self, name: str, dtypes: dict[str, torch.dtype], wanted: Sizes) -> _Entry:
         entry = self._entries.get(name)
@@ -126,7 +134,7 @@ class ProcessedLayout:
     def _integers(self, file: TensorFile, name: str, like: torch.Tensor) -> torch.Tensor:
         if like.dtype is torch.bool or name.endswith("mask"):
             return file.integers(name, self._sizes[name], least=0, most=1).to(like.dtype)
-        return file.integers(name, self._sizes[name]).to(like.dtype)
+        return file.counted(name, self._sizes[name]).to(like.dtype)
 
 
 def tensors_among(outputs: Mapping[str, Any], names: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -67,6 +67,7 @@ def good() -> dict[str, torch.Tensor]:
         ({"image_grid_thw": torch.tensor([[1, 16, 1]])}, ErrorCode.TENSOR_MULTIPLE, 1, 2),
         ({"image_grid_thw": torch.tensor([[-1, -4, 4]])}, ErrorCode.TENSOR_VALUE, 0, 1 << 20),
         ({"image_grid_thw": torch.tensor([[1 << 44, 4, 4]])}, ErrorCode.TENSOR_VALUE, 1 << 44, 1 << 20),
+        ({"image_grid_thw": torch.ones(5000, 3).int()}, ErrorCode.TENSOR_SIZE, 5000, 4096),
         ({"image_grid_thw": torch.tensor([1, 4, 4])}, ErrorCode.TENSOR_DIMENSIONS, 1, 2),
         ({"image_grid_thw": torch.tensor([[1.0, 4.0, 4.0]])}, ErrorCode.TENSOR_TYPE, 0, 1),
     ],
