@@ -140,6 +140,12 @@ def _check_minimums(config: ServeConfig) -> None:
             raise ConfigError(f"{option} {value} must be at least {minimum}")
 
 
+def need_bytes(config: ServeConfig) -> int:
+    """Shared memory at most: the arena, a segment for each place, and one of a dead worker that readers still
+    hold while its place has a new one."""
+    return config.arena_bytes + (config.workers + 1) * config.segment_bytes
+
+
 def is_loopback(host: str) -> bool:
     """Whether host can be reached from this machine only. Names are not resolved: only localhost is known."""
     try:

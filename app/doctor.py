@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from app.config import EXIT_CONFIG, MEBIBYTE, ServeConfig, check
+from app.config import EXIT_CONFIG, MEBIBYTE, ServeConfig, check, need_bytes
 from app.errors import ConfigError
 from shm.region import Backing, choose_backing
 from shm.room import memory_room, posix_room
@@ -74,11 +74,6 @@ def _options(config: ServeConfig) -> Finding:
     return Finding("options", Verdict.OK, "limits and time-outs are in order")
 
 
-def need_bytes(config: ServeConfig) -> int:
-    """Shared memory at most: the arena, a segment per worker, and one of a worker that died."""
-    return config.arena_bytes + (config.workers + 1) * config.segment_bytes
-
-
 def _backing(config: ServeConfig) -> Finding:
     need = need_bytes(config)
     backing = choose_backing(config.shm_backing, need)
@@ -116,7 +111,7 @@ def _cuda_devices() -> int:
 
 def _cuda(config: ServeConfig) -> Finding:
     count = _cuda_devices()
-    wanted = config.base_gpu_id + config.workers
+    wanted = config.base_gpu_id + config.workers * config.tp_size
     if config.device == "cuda" and count < wanted:
         return Finding("cuda", Verdict.FAILED, f"{wanted} devices wanted, {count} in /dev/nvidia*")
     if not count:

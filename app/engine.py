@@ -21,7 +21,7 @@ import msgspec
 from app.admission import Admission
 from app.attach_socket import listening_attach_socket
 from app.completions import Completions, CompletionStatistics, HandleOrigin
-from app.config import ServeConfig
+from app.config import ServeConfig, need_bytes
 from app.dispatch import Dispatch, DispatchStatistics
 from app.errors import (
     ConfigError,
@@ -109,7 +109,7 @@ class Engine:
         """ConfigError if the arena cannot be had or the attach socket is taken."""
         config = self._config
         async with AsyncExitStack() as undo:
-            backing = choose_backing(config.shm_backing, _need_bytes(config))
+            backing = choose_backing(config.shm_backing, need_bytes(config))
             listener = undo.enter_context(listening_attach_socket(config))
             arena = undo.enter_context(await asyncio.to_thread(self._create_arena, backing))
             self.arena = InputArena(arena)
@@ -356,11 +356,6 @@ class Engine:
         self._dispatch.rescue()
         # A ring that was full has room again without any completion to say so.
         self._dispatch.pump()
-
-
-def _need_bytes(config: ServeConfig) -> int:
-    """All regions, and one more segment: a dead one may live on while its place has a new worker."""
-    return config.arena_bytes + (config.workers + 1) * config.segment_bytes
 
 
 def _http_address(config: ServeConfig) -> str:

@@ -39,6 +39,12 @@ def test_more_devices_than_there_are_fail() -> None:
     assert verdicts(device="cuda", base_gpu_id=100)["cuda"][0] is Verdict.FAILED
 
 
+def test_every_rank_of_a_group_wants_a_device_of_its_own() -> None:
+    wanted = verdicts(device="cuda", base_gpu_id=100, workers=3, tp_size=2, tp_mode="data")["cuda"]
+    assert wanted[0] is Verdict.FAILED
+    assert wanted[1].startswith("106 devices wanted")
+
+
 def test_options_that_contradict_fail() -> None:
     assert verdicts(workers=0)["options"][0] is Verdict.FAILED
 
