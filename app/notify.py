@@ -34,9 +34,9 @@ class Notifier:
         """READY=1: the unit counts as started. False: say it again."""
         return self._send("READY=1\nSTATUS=ready")
 
-    def stopping(self) -> None:
-        """STOPPING=1: the drain has begun."""
-        self._send("STOPPING=1\nSTATUS=draining")
+    def stopping(self, seconds: float) -> None:
+        """STOPPING=1: the drain has begun; all is over in so many seconds, whatever TimeoutStopSec= is."""
+        self._send(f"STOPPING=1\nSTATUS=draining\nEXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     def status(self, text: str) -> None:
         """One line for systemctl status."""

@@ -1,8 +1,8 @@
 """The daemon from its sockets to its exit status. Called by `app.cli`.
 
 Order: sockets are bound, then answers begin (/livez at once), then the engine loads workers. The way back:
-readyz says no, new work is refused, work under way is finished up to a limit, the engine stops. At worst that
-takes --shutdown-delay + --shutdown-timeout (30 s) + 14 s of grace, which TimeoutStopSec= (45 s) must exceed.
+readyz says no, new work is refused, work under way is finished up to a limit, the engine stops. systemd is
+told at its beginning how long that takes at worst.
 """
 
 import asyncio
@@ -25,13 +25,15 @@ from app.engine import Engine
 from app.errors import ConfigError
 from app.fetch import MediaFetcher
 from app.ingest import Ingest
-from app.listener import Listener, bind_tcp, unix_listener
+from app.listener import CLOSE_TIMEOUT_S, Listener, bind_tcp, unix_listener
 from app.notify import Notifier, Systemd
+from app.place import STOP_GRACE_S
 from app.services import Services
 
 READY_POLL_S: Final = 0.1
 START_EXTENSION_S: Final = 30.0
 ANSWER_GRACE_S: Final = 5.0
+STOP_MARGIN_S: Final = 1.0
 EXIT_SECOND_SIGNAL: Final = 130
 
 log = logging.getLogger("encoderd")
@@ -90,7 +92,7 @@ async def _serve(
                 async with Engine(config, services.admission) as engine:
                     services.engine_started(engine)
                     failure = await _until_stopped(engine, notifier, watchdog_s, stop)
-                    notifier.stopping()
+                    notifier.stopping(longest_stop_s(config))
                     await _drain(services.admission, engine, config)
     if failure:
         raise ConfigError(f"no worker can start: {failure}")
@@ -169,6 +171,12 @@ async def _drain(admission: Admission, engine: Engine, config: ServeConfig) -> N
         admission.abort()
         await admission.wait_idle(ANSWER_GRACE_S)
     await engine.drain(max(0.0, ends_s - time.monotonic()))
+
+
+def longest_stop_s(config: ServeConfig) -> float:
+    """From SIGTERM to the exit: the drain, then what answers, workers and connections have to end in."""
+    drain_s = config.shutdown_delay_s + config.shutdown_timeout_s
+    return drain_s + ANSWER_GRACE_S + STOP_GRACE_S + 2 * CLOSE_TIMEOUT_S + STOP_MARGIN_S
 
 
 def _addresses(sockets: list[socket.socket]) -> list[str]:

@@ -34,7 +34,7 @@ def test_messages_reach_the_socket_and_nothing_happens_without_one(tmp_path: Pat
             notifier.status("loading")
             notifier.ready()
             notifier.watchdog()
-            notifier.stopping()
+            notifier.stopping(44.5)
         sent = [systemd.recv(1000).decode() for _ in range(4)]
     assert sent[0] == "STATUS=loading"
     assert sent[1].startswith("READY=1")

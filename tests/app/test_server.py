@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from app.config import EXIT_CONFIG
+from app.config import EXIT_CONFIG, ServeConfig
 from app.errors import ConfigError
 from app.notify import Systemd
-from app.server import open_sockets, run
+from app.server import longest_stop_s, open_sockets, run
 from tests.app.conftest import STUB_OPTIONS
 from tests.app.serving import config
 from tests.e2e.client import Http
@@ -48,6 +49,14 @@ def test_inherited_sockets_come_first_and_are_not_removed(tmp_path: Path) -> Non
 def test_a_watchdog_shorter_than_two_heartbeats_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"WatchdogSec \(1.5 s\)"):
         run(config(), Systemd("", 1.5, (), None))
+
+
+def test_the_stop_at_its_longest_fits_the_unit_unless_the_drain_is_made_longer() -> None:
+    unit = (Path(__file__).parents[2] / "systemd" / "encoderd.service").read_text()
+    [limit_s] = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert longest_stop_s(ServeConfig(checkpoint="")) <= float(limit_s)
+    longer = ServeConfig(checkpoint="", shutdown_delay_s=5.0, shutdown_timeout_s=100.0)
+    assert longest_stop_s(longer) > 105.0
 
 
 def test_the_control_plane_is_small(stub_daemon: Daemon) -> None:
