@@ -164,13 +164,16 @@ class Worker:
     def check_progress(self, *, stall_ns: int, slow_ns: int, start_limit_ns: int) -> None:
         """Condemn it if it hangs: in its start, without a heartbeat, or in one step of its work. It is slow
         from slow_ns on."""
+        heartbeat_ns, step_began_ns = self.link.heartbeat_ns(), self.link.oldest_step_ns()
         now_ns = time.monotonic_ns()
-        if self.condition in (WorkerCondition.STARTING, WorkerCondition.LOADING):
+        if max(heartbeat_ns, step_began_ns) > now_ns:
+            self.distrust("its heartbeat is from the future")
+        elif self.condition in (WorkerCondition.STARTING, WorkerCondition.LOADING):
             if now_ns - self.started_ns > start_limit_ns:
                 self.condemn("it did not become ready in time")
         elif self.condition in (WorkerCondition.READY, WorkerCondition.STOPPING):
-            silent_ns = now_ns - max(self.link.heartbeat_ns(), self.ready_ns)
-            step_ns = now_ns - (self.link.oldest_step_ns() or now_ns)
+            silent_ns = now_ns - max(heartbeat_ns, self.ready_ns)
+            step_ns = now_ns - (step_began_ns or now_ns)
             self.is_slow = max(silent_ns, step_ns) > slow_ns
             if silent_ns > stall_ns:
                 self.condemn("its heartbeat stopped")

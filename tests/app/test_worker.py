@@ -3,11 +3,14 @@
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
+
+import pytest
 
 from app.engine import Engine
 from app.worker import WorkerCondition
-from shm.layout import LINK_STATE_OFFSET, WorkerState
+from shm.layout import LINK_HEARTBEAT_OFFSET, LINK_OLDEST_STEP_OFFSET, LINK_STATE_OFFSET, WorkerState
 from tests.app.support import hand_workers, make_job, on_loop, ready_worker, serve_config, until
 
 
@@ -51,6 +54,16 @@ async def test_a_state_that_is_none_condemns_the_worker() -> None:
         assert hand.worker.observe()
         assert await hand.worker.ended == -signal.SIGKILL
         assert not hand.worker.is_trusted
+
+
+@pytest.mark.parametrize("word", [LINK_HEARTBEAT_OFFSET, LINK_OLDEST_STEP_OFFSET])
+@on_loop
+async def test_a_word_from_the_future_condemns_the_worker(word: int) -> None:
+    async with hand_workers() as (_, [hand]):
+        hand.store_link_word(word, time.monotonic_ns() + 10**15)
+        hand.worker.check_progress(stall_ns=10**12, slow_ns=10**12, start_limit_ns=10**15)
+        assert await hand.worker.ended == -signal.SIGKILL
+        assert hand.worker.reason == "its heartbeat is from the future"
 
 
 @on_loop
