@@ -5,12 +5,13 @@ start; lengths are rounded up to whole pages.
 """
 
 from bisect import bisect_left
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from shm.layout import PAGE_BYTES
 
 
-class PageStatistics(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PageStatistics:
     """What a PageRuns holds. All in bytes, except the two counts of runs."""
 
     total_bytes: int

@@ -162,8 +162,7 @@ class Http:
     def arena_is_free(self) -> bool:
         """Whether every page of the input arena is free."""
         arena = self.server_info()["engine"]["arena"]
-        total_bytes, free_bytes, *_ = arena
-        return bool(free_bytes == total_bytes)
+        return bool(arena["free_bytes"] == arena["total_bytes"])
 
 
 def data_url(data: bytes, media_type: str = "application/octet-stream") -> str:
