@@ -20,6 +20,7 @@ from shm.messages import Handle, ItemAux
 Item = bytes | bytearray | memoryview | str | Mapping[str, Any]
 # Time for the answer to travel after the daemon's own time limit has ended the request.
 _GRACE_S: Final = 5.0
+_TIMEOUT_MAX_MS: Final = 999_999_999  # the longest that the daemon reads
 
 
 class EncodeRefused(ShmError):
@@ -123,7 +124,7 @@ def post_encode(
         **fields,
     }
     status, retry_after, body = _exchange(
-        _connection(where, timeout + _GRACE_S), msgspec.json.encode(request)
+        _connection(where, timeout + _GRACE_S), msgspec.json.encode(request), timeout
     )
     if not 200 <= status < 300:
         raise _refusal(status, retry_after, body)
@@ -148,10 +149,16 @@ def _connection(where: str, timeout: float) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout)
 
 
-def _exchange(connection: http.client.HTTPConnection, body: bytes) -> tuple[int, str | None, bytes]:
-    """(status, Retry-After, body) of one request."""
+def _exchange(
+    connection: http.client.HTTPConnection, body: bytes, timeout: float
+) -> tuple[int, str | None, bytes]:
+    """(status, Retry-After, body) of one request, which the daemon drops after timeout seconds."""
+    headers = {
+        "Content-Type": "application/json",
+        "X-Request-Timeout-Ms": str(min(max(1, round(timeout * 1000)), _TIMEOUT_MAX_MS)),
+    }
     try:
-        connection.request("POST", "/encode", body, {"Content-Type": "application/json"})
+        connection.request("POST", "/encode", body, headers)
         response = connection.getresponse()
         return response.status, response.getheader("Retry-After"), response.read()
     except TimeoutError:

@@ -36,6 +36,7 @@ class HttpServer:
         self.body = json.dumps(ANSWER).encode()
         self.path = ""
         self.posted: dict[str, Any] = {}
+        self.timeout_ms = ""
         self._server = server
         server.RequestHandlerClass = self._handler()
         self._thread = threading.Thread(target=server.serve_forever)
@@ -52,6 +53,7 @@ class HttpServer:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 owner.path = self.path
+                owner.timeout_ms = self.headers["X-Request-Timeout-Ms"]
                 owner.posted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 self.send_response(owner.status)
                 for name, value in owner.headers.items():
@@ -99,6 +101,14 @@ def post(where: str, items: Any, timeout: float = 60.0, **fields: Any) -> Encode
         timeout=timeout,
         fields=fields,
     )
+
+
+def test_the_daemon_is_told_how_long_the_caller_waits(where_and_http: tuple[str, HttpServer]) -> None:
+    where, http = where_and_http
+    post(where, b"picture", timeout=1.5)
+    assert http.timeout_ms == "1500"
+    post(where, b"picture", timeout=0.0001)
+    assert http.timeout_ms == "1"
 
 
 def test_an_answer_comes_back_typed(where_and_http: tuple[str, HttpServer]) -> None:
