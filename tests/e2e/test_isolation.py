@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import numpy as np
 import pytest
 
 from shm.client import Session
+from tests.e2e.client import until
 from tests.e2e.daemon import Daemon
 from tests.e2e.load import Judge, Load
 from tests.e2e.pictures import picture_bytes
-from tests.e2e.stub_items import stub_item
+from tests.e2e.stub_items import check_rows, stub_item
 
 CONCURRENCY = 32
 
@@ -35,6 +39,36 @@ def test_one_bad_item_among_thirty_one_good_ones_fails_alone(
             assert judge.judge(outcome, *statuses) == (outcome.items[0] != bad)
     assert judge.right == CONCURRENCY - 1
     assert stub.http.server_info()["engine"]["dispatch"]["dispatched"] == dispatched_before + CONCURRENCY
+
+
+def test_thirty_two_identical_requests_at_once_are_one_forward_and_thirty_two_leases(
+    stub: Daemon, stub_session: Session
+) -> None:
+    """The workers stand still until all have come in, each under a req_id of its own."""
+    stub.wait_all_ready()
+    item = stub_item()
+    before = stub.http.server_info()["engine"]
+    everybody = before["inflight"]["joined"] + CONCURRENCY - 1
+    pids = stub.worker_pids()
+    nonces = set()
+    with Load(stub.http, CONCURRENCY) as load:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            for _ in range(CONCURRENCY):
+                load.post(item)
+            until(lambda: stub.http.server_info()["engine"]["inflight"]["joined"] == everybody, "all joined")
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        for outcome in load.rest():
+            assert outcome.answer is not None, outcome.lost
+            check_rows(stub_session, outcome.answer.handle, item)
+            nonces.add(outcome.answer.handle.nonce)
+    after = stub.http.server_info()["engine"]
+    assert len(nonces) == CONCURRENCY
+    assert after["dispatch"]["dispatched"] == before["dispatch"]["dispatched"] + 1
+    assert after["completions"]["ready"] == before["completions"]["ready"] + 1
 
 
 def test_one_broken_picture_among_thirty_one_good_ones_fails_alone(
