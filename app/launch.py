@@ -119,7 +119,6 @@ class Launcher:
             arena_fd=self._arena_read_only_fd,
             segment_fd=regions.segment.fd,
             completion_eventfd=regions.completion_eventfd if rank == 0 else -1,
-            slot_count=LINK_SLOT_COUNT,
             max_batch_items=config.max_batch_items,
             max_batch_patches=config.max_batch_patches,
             max_batch_wait_us=config.max_batch_wait_us,

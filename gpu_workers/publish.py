@@ -40,14 +40,14 @@ class Publisher:
 
     def ended(self, jobs: list[Job]) -> None:
         """Each job has failed, or all its rows are in its block: its ticket ends."""
-        self._publish([self._end(job) for job in jobs], ended=len(jobs))
+        self._publish([self._end(job) for job in jobs])
         for job in jobs:
             if job.error is None:
                 self._faults.reach(FaultPoint.EXIT_AFTER_READY, job.asked_faults)
 
     def refused(self, ticket: int, error: ItemError, item_index: int = 0) -> None:
         """A ticket that never became a job ends with this error."""
-        self._publish([_refusal(ticket, error, item_index)], ended=1)
+        self._publish([_refusal(ticket, error, item_index)])
 
     def _end(self, job: Job) -> Completion:
         """The last change of the job's block, and the record that tells of it."""
@@ -67,14 +67,12 @@ class Publisher:
             error_limit=job.error.limit,
         )
 
-    def _publish(self, records: list[Completion], ended: int = 0) -> None:
-        """All together, so that control is woken once; so many of them end a ticket."""
+    def _publish(self, records: list[Completion]) -> None:
+        """All together, so that control is woken once."""
         if not records:
             return
         run = b"".join(record.pack() for record in records)
         with self._lock:
-            if ended:
-                self._link.count_completed(ended)
             if self._link.completions.try_publish_many(run) < len(records):
                 raise CompletionRingFull(f"no slot for ticket {records[-1].ticket}")
 

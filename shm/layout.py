@@ -89,7 +89,6 @@ assert _REGION_HEADER.size == REGION_HEADER_BYTES
 LINK_STATE_OFFSET: Final = 128  # u64 WorkerState
 LINK_HEARTBEAT_OFFSET: Final = 136  # u64 CLOCK_MONOTONIC ns, at least once a second
 LINK_OLDEST_STEP_OFFSET: Final = 144  # u64 ns when the oldest decode/forward under way began, 0 idle
-LINK_COMPLETED_OFFSET: Final = 152  # u64 count of finished jobs (any outcome)
 LINK_INFO_BYTES_OFFSET: Final = 160  # u64 length of the info run, stored before state READY/FAILED
 LINK_INFO_OFFSET: Final = 4096  # msgpack WorkerInfo (READY) or UTF-8 reason (FAILED)
 LINK_INFO_CAPACITY_BYTES: Final = 4096

@@ -11,7 +11,6 @@ import msgspec
 from shm import _core
 from shm.errors import RegionCorrupt
 from shm.layout import (
-    LINK_COMPLETED_OFFSET,
     LINK_HEARTBEAT_OFFSET,
     LINK_INFO_BYTES_OFFSET,
     LINK_INFO_CAPACITY_BYTES,
@@ -73,10 +72,6 @@ class ControlLink:
         """When the oldest decode or forward under way began (CLOCK_MONOTONIC), 0 when idle."""
         return self._word(LINK_OLDEST_STEP_OFFSET)
 
-    def completed(self) -> int:
-        """Jobs that ended in any way since this launch, as the worker counts."""
-        return self._word(LINK_COMPLETED_OFFSET)
-
     def info(self) -> WorkerInfo:
         """What a READY worker said of itself. RegionCorrupt if it is no WorkerInfo."""
         try:
@@ -114,7 +109,6 @@ class WorkerLink:
             region.memory, producer, region.memory, consumer, slot_count, eventfd
         )
         self._region = region
-        self._completed = 0
 
     def set_state(self, state: WorkerState) -> None:
         """Publish the state and wake control; whatever info or failure belongs to it was published before."""
@@ -125,11 +119,6 @@ class WorkerLink:
         """I am alive now; the oldest step under way began then (CLOCK_MONOTONIC ns, 0 when idle)."""
         self._store(LINK_OLDEST_STEP_OFFSET, oldest_step_ns)
         self._store(LINK_HEARTBEAT_OFFSET, time.monotonic_ns())
-
-    def count_completed(self, count: int) -> None:
-        """So many more jobs ended. Called by one thread at a time, like completions."""
-        self._completed += count
-        self._store(LINK_COMPLETED_OFFSET, self._completed)
 
     def publish_info(self, info: WorkerInfo) -> None:
         """Leave what control may know; set_state(READY) comes after it. ValueError if it is too long."""

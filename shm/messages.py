@@ -99,7 +99,6 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     arena_fd: int
     segment_fd: int
     completion_eventfd: int
-    slot_count: int
     max_batch_items: int
     max_batch_patches: int
     preprocess_threads: int

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shm.arena import InputArena, InputBlock, create_arena
+from shm.group import create_group
 from shm.layout import BlockHeader, Completion, CompletionKind, Submission, SubmissionKind
 from shm.link import ControlLink, create_link
 from shm.messages import BlockMetadata, ItemSource, RequestMetadata, WorkerConfig
@@ -42,7 +43,6 @@ def worker_config(**changes: Any) -> WorkerConfig:
         "arena_fd": -1,
         "segment_fd": -1,
         "completion_eventfd": -1,
-        "slot_count": SLOT_COUNT,
         "max_batch_items": 8,
         "max_batch_patches": 16384,
         "preprocess_threads": 1,
@@ -72,9 +72,15 @@ class Harness:
     """One worker launch. Enter it to start the process and wait until it is READY or has ended."""
 
     def __init__(
-        self, segment_bytes: int = 8 << 20, arena_bytes: int = 8 << 20, **config_changes: Any
+        self,
+        segment_bytes: int = 8 << 20,
+        arena_bytes: int = 8 << 20,
+        other_rank: dict[str, Any] | None = None,
+        **config_changes: Any,
     ) -> None:
+        """other_rank: what the second rank of a group of two is told otherwise; None: a single process."""
         self._changes = config_changes
+        self._other_rank = other_rank
         self._segment_bytes = segment_bytes
         self._arena_bytes = arena_bytes
         self._undo = ExitStack()
@@ -106,12 +112,9 @@ class Harness:
             completion_eventfd=bell,
             **self._changes,
         )
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "gpu_workers", msgspec.json.encode(config).decode()],
-            pass_fds=[link.fd, arena.fd, segment.fd, bell],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        if self._other_rank is not None:
+            config = self._start_other_rank(config, boot_id)
+        self.process = _spawn(config, stderr=subprocess.PIPE)
         self._undo.callback(self._end_process)
         self._death = os.pidfd_open(self.process.pid)
         self._undo.callback(os.close, self._death)
@@ -124,6 +127,22 @@ class Harness:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._undo.close()
+
+    def _start_other_rank(self, config: WorkerConfig, boot_id: bytes) -> WorkerConfig:
+        """As control would, but that nobody kills one rank when the other dies. Rank 0's configuration."""
+        group = self._undo.enter_context(
+            create_group(2, boot_id=boot_id, place=3, epoch=config.epoch, backing=Backing.MEMFD)
+        )
+        store_fd = os.memfd_create("store")
+        self._undo.callback(os.close, store_fd)
+        config = msgspec.structs.replace(config, world_size=2, group_fd=group.fd, store_fd=store_fd)
+        other = msgspec.structs.replace(
+            config, rank=1, link_fd=-1, completion_eventfd=-1, **(self._other_rank or {})
+        )
+        self.other_process = _spawn(other, stderr=None)
+        self._undo.callback(self.other_process.wait)
+        self._undo.callback(self.other_process.kill)
+        return config
 
     # --- what control says ---
 
@@ -272,3 +291,14 @@ class Harness:
         self._reader.join()
         assert self.process.stderr is not None
         self.process.stderr.close()
+
+
+def _spawn(config: WorkerConfig, stderr: int | None) -> "subprocess.Popen[str]":
+    named = (config.link_fd, config.arena_fd, config.segment_fd, config.completion_eventfd, config.group_fd,
+             config.store_fd)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-m", "gpu_workers", msgspec.json.encode(config).decode()],
+        pass_fds=[fd for fd in named if fd >= 0],
+        stderr=stderr,
+        text=True,
+    )
