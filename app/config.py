@@ -10,11 +10,11 @@ from typing import Literal
 import msgspec
 
 from app.errors import ConfigError
+from shm.messages import EXIT_CONFIG as EXIT_CONFIG  # of the daemon as of its workers
 from shm.messages import MediaOptions
 
 MEBIBYTE = 1 << 20
 TP_SIZE_MAX = 16  # devices of one host that a tower can be worth
-EXIT_CONFIG = 78  # EX_CONFIG: systemd's RestartPreventExitStatus names it
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -302,6 +302,6 @@ def _own_words(worker: Worker, regions: LaunchRegions, status: int) -> str:
             return rank_failure(regions.group, worker.first_dead_rank)
         if status == EXIT_CONFIG or worker.condition is WorkerCondition.STOPPING:
             return worker.link.failure()
-    except RegionCorrupt:
-        pass
+    except RegionCorrupt as corrupt:
+        logger.warning("worker %d.%d left no reason: %s", worker.place, worker.epoch, corrupt)
     return ""

@@ -166,7 +166,8 @@ class Session:
         """A reader that does not take its answers, or is gone, has had its session."""
         try:
             send_datagram(self._connection, message, descriptors)
-        except (BlockingIOError, SessionClosed, OSError):
+        except (BlockingIOError, SessionClosed, OSError) as error:
+            logger.info("session %d ends: it does not take its answers (%s)", self.number, error)
             self.end()
 
     def _answer_bell(self) -> None:

@@ -10,8 +10,10 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from shm.messages import EXIT_CONFIG
+
 EXIT_SOFTWARE: Final = 70  # sysexits.h: an internal error; a restart may help
-EXIT_CONFIGURATION: Final = 78  # sysexits.h: a restart will end the same way
+EXIT_CONFIGURATION: Final = EXIT_CONFIG
 
 logger = logging.getLogger(__name__)
 

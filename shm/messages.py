@@ -9,6 +9,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+EXIT_CONFIG: Final = 78  # sysexits.h: a restart will end the same way; systemd/encoderd.service names it
+
 ItemKind = Literal["media", "frames", "chunk", "processed"]
 PARTED_KINDS: Final = ("frames", "chunk")  # of several files
 
