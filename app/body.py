@@ -1,10 +1,9 @@
 """A request's body, streamed under a limit of bytes and two of time. Hypercorn has neither."""
 
 import asyncio
-import time
 
 from starlette.datastructures import Headers
-from starlette.types import Message, Receive
+from starlette.types import Receive
 
 from app.config import ServeConfig
 from app.errors import BodyTimeout, BodyTooLarge, InvalidRequest, RequestCancelled, UnsupportedMediaType
@@ -38,29 +37,27 @@ async def read_body(receive: Receive, headers: Headers, config: ServeConfig, max
     has gone."""
     check_headers(headers, max_bytes)
     body = bytearray()
-    give_up = time.monotonic() + config.body_total_timeout_s
-    while True:
-        message = await _next_message(receive, config, give_up)
-        if message["type"] == "http.disconnect":
-            raise RequestCancelled("the client went away while sending")
-        body += message.get("body", b"")
-        if len(body) > max_bytes:
-            raise _too_large(max_bytes)
-        if not message.get("more_body", False):
-            return body
-
-
-async def _next_message(receive: Receive, config: ServeConfig, give_up: float) -> Message:
-    remaining_s = give_up - time.monotonic()
-    limit_s = min(config.body_idle_timeout_s, remaining_s)
+    loop = asyncio.get_running_loop()
+    give_up = loop.time() + config.body_total_timeout_s
+    idle_end = loop.time() + config.body_idle_timeout_s
     try:
-        async with asyncio.timeout(limit_s):
-            return await receive()
+        async with asyncio.timeout_at(min(idle_end, give_up)) as limit:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise RequestCancelled("the client went away while sending")
+                body += message.get("body", b"")
+                if len(body) > max_bytes:
+                    raise _too_large(max_bytes)
+                if not message.get("more_body", False):
+                    return body
+                idle_end = loop.time() + config.body_idle_timeout_s
+                limit.reschedule(min(idle_end, give_up))
     except TimeoutError:
-        if limit_s < config.body_idle_timeout_s:
-            text = f"the body did not arrive within {config.body_total_timeout_s:g} s"
-        else:
+        if idle_end < give_up:
             text = f"no byte of the body arrived for {config.body_idle_timeout_s:g} s"
+        else:
+            text = f"the body did not arrive within {config.body_total_timeout_s:g} s"
         raise BodyTimeout(text) from None
 
 

@@ -27,12 +27,31 @@ class HttpVersionRefused(Exception):
 
 
 class Http1Protocol(H11Protocol):  # type: ignore[misc]  # hypercorn's types are not checked here
-    """Hypercorn's HTTP/1.1 that stays HTTP/1.1: an Upgrade to h2c is ignored, the preface gets 505."""
+    """Hypercorn's HTTP/1.1 that stays HTTP/1.1: an Upgrade to h2c is ignored, the preface gets 505.
+
+    An answer's head leaves with the first bytes of its body: one system call and one wake-up of the client.
+    """
+
+    _head = b""  # of an answer, not sent yet
 
     async def _check_protocol(self, event: h11.Request) -> None:
         if event.http_version not in HTTP_VERSIONS:
             await self._send_error_response(505)
             raise HttpVersionRefused
+
+    async def _send_h11_event(self, event: Any) -> None:
+        try:
+            data = self.connection.send(event)
+        except h11.LocalProtocolError:
+            if self.connection.their_state != h11.ERROR:
+                raise
+            return
+        self._head += data or b""
+        if isinstance(event, h11.Response):
+            return
+        data, self._head = self._head, b""
+        if data:
+            await self.send(RawData(data))
 
     @property
     def headers_incomplete(self) -> bool:

@@ -68,7 +68,12 @@ class Dispatch:
     def check_room(self) -> None:
         """QueueFull if every ready worker has as many tickets as it may, or a full ring; MemoryFull if no
         segment has room. For admission: what waits already goes first."""
-        ready = [worker for worker in self._workforce.workers() if worker.condition is WorkerCondition.READY]
+        ready = []
+        for worker in self._workforce.workers():
+            if worker.can_take_work and worker.has_room:
+                return
+            if worker.condition is WorkerCondition.READY:
+                ready.append(worker)
         if ready and not any(worker.can_take_work for worker in ready):
             raise QueueFull("no worker's ring has room")
         if ready and not any(worker.has_room for worker in ready):
@@ -168,8 +173,8 @@ class Dispatch:
         able = self._able()
         if able and self._quarantine.wants_a_worker:
             able.remove(_least_loaded(able))  # it gets no more, so that it will be idle and suspects have it
-        if not able:
-            return None
+        if len(able) < 2:
+            return able[0] if able else None
         places = 1 + max(worker.place for worker in able)
         turn = self._last_place + 1
         return min(

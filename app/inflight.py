@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from app.cost import CostModel
 from app.errors import DuplicateRequest, RequestError
@@ -37,8 +37,7 @@ class Listener(Protocol):
         """There will be no block."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of a flight: its block is READY, or FILLING with its shape known."""
 
     block: Block

@@ -163,14 +163,11 @@ class Ingest:
 
     async def _open_all(self, items: list[Item], sources: ExitStack) -> list[Content]:
         """Contents in order; URLs are fetched together. sources closes what was opened."""
+        files = [(file, index) for index, item in enumerate(items) for file in _files_of(item)]
+        if all(isinstance(file, InlineItem | CompositeItem) for file, _ in files):
+            return [self._open_inline(file, index) for file, index in files]
         hold = sources.enter_context(self._fetcher.hold())
-        return await _gather_in_order(
-            [
-                self._open(source, index, hold, sources)
-                for index, item in enumerate(items)
-                for source in _files_of(item)
-            ]
-        )
+        return await _gather_in_order([self._open(file, index, hold, sources) for file, index in files])
 
     async def _open(self, item: "_File", index: int, hold: FetchHold, sources: ExitStack) -> Content:
         match item:
@@ -180,11 +177,16 @@ class Ingest:
                 file = await run_to_the_end(partial(self._local.open, path, index))
                 sources.callback(file.close)
                 return FileContent(file)
-            case InlineItem():
-                return self._inline(item, index)
-            case CompositeItem():
-                arrays = [self._inline(array.source, index) for array in item.arrays]
-                return TensorsContent(tensors_layout(item.arrays, index), arrays, index)
+            case _:
+                return self._open_inline(item, index)
+
+    def _open_inline(self, item: "_File", index: int) -> Content:
+        """Of what came with the request itself."""
+        if isinstance(item, InlineItem):
+            return self._inline(item, index)
+        assert isinstance(item, CompositeItem)
+        arrays = [self._inline(array.source, index) for array in item.arrays]
+        return TensorsContent(tensors_layout(item.arrays, index), arrays, index)
 
     def _inline(self, item: InlineItem, index: int) -> InlineContent:
         characters = len(item.text) - item.start

@@ -6,8 +6,7 @@ one of `app.errors`. Nothing here has behaviour.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from shm.arena import InputBlock
@@ -18,8 +17,7 @@ Wait = Literal["ready", "shape"]
 State = Literal["ready", "shape"]
 
 
-@dataclass(frozen=True, slots=True)
-class EncodeJob:
+class EncodeJob(NamedTuple):
     """One request's media, packed and ready to be encoded.
 
     block holds [msgpack RequestMetadata, padded to a page][item bytes ...]; metadata_bytes is the length of
@@ -37,8 +35,7 @@ class EncodeJob:
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
+class Timings(NamedTuple):
     """The worker's own clock readings for this request, microseconds; batch_items is a count."""
 
     queue_us: int = 0
@@ -48,8 +45,7 @@ class Timings:
     batch_items: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(NamedTuple):
     """A block that is READY (or, for wait "shape", FILLING) and a handle that can attach to it.
 
     rows x dim of dtype, nbytes in all. worker is the place that has it, attempt counts from 1.

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
+import h11
 import pytest
+from hypercorn.asyncio.worker_context import WorkerContext
+from hypercorn.config import Config
+from hypercorn.events import Event, RawData
+from hypercorn.protocol.events import Body, EndBody, Response
+from hypercorn.typing import ConnectionState
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from app.connection import Http1Protocol
 from tests.app.serving import config, exchange, run, served, status_of
 
 
@@ -21,6 +28,28 @@ async def version(request: Request) -> PlainTextResponse:
 APPLICATION = Starlette(routes=[Route("/", version)])
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS_FRAME = b"\0\0\0\4\0\0\0\0\0"
+
+
+def test_an_answers_head_leaves_with_its_body() -> None:
+    async def main() -> list[Event]:
+        sent: list[Event] = []
+
+        async def send(event: Event) -> None:
+            sent.append(event)
+
+        context = WorkerContext(None)
+        protocol = Http1Protocol(None, Config(), context, None, ConnectionState({}), False, None, None, send)
+        protocol.connection.receive_data(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert isinstance(protocol.connection.next_event(), h11.Request)
+        await protocol.stream_send(Response(1, [(b"content-length", b"4")], 200))
+        await protocol.stream_send(Body(1, b"body"))
+        await protocol.stream_send(EndBody(1))
+        return sent
+
+    (answer,) = run(main())
+    assert isinstance(answer, RawData)
+    assert answer.data.startswith(b"HTTP/1.1 200")
+    assert answer.data.endswith(b"\r\n\r\nbody")
 
 
 @pytest.mark.parametrize("request_bytes", [PREFACE, PREFACE + SETTINGS_FRAME])

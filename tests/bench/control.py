@@ -3,9 +3,10 @@
     python -m tests.bench.control [--seconds N]
 
 Every row is one closed-loop measurement: so many readers, in two processes, ask again as soon as they have
-their answer. What is compared is measured in turns, ROUNDS times, and the best round counts: other work on a
-machine only ever makes a figure worse. control_us and worker_us are CPU microseconds for each request, of all
-threads, as the kernel counts them.
+their answer; over HTTP each has its connection and its thread, over a session a process has all of its own
+readers' encodes under way from one thread (tests.bench.control_load). What is compared is measured in turns,
+ROUNDS times, and the best round counts: other work on a machine only ever makes a figure worse. control_us
+and worker_us are CPU microseconds for each request, of all threads, as the kernel counts them.
 """
 
 from __future__ import annotations
