@@ -1,14 +1,17 @@
-"""Shares a tower's weights over the ranks of a group, by torch's own tensor-parallel plan.
+"""Shares a tower's weights over the ranks of a group, by torch's own tensor-parallel styles (DTensor).
 
-In every block of a vision tower the attention's qkv and the first layers of the MLP are split by columns, its
-proj and the last layer of the MLP by rows, so that a block sums twice over the ranks. What fits no pattern is
-whole on every rank, which is right too. Sums in another order round differently: rows differ from one
-rank's by some units in the last place of the tower's type for each block.
+sharing_plan.py says which layers. A block of a transformer then sums twice over the ranks. Sums in another
+order round differently: rows differ from one rank's by some units in the last place of the tower's type for
+each block.
+
+A plan is found by names, and the code of a checkpoint may mean something else by them. So the first module of
+each class is also kept whole until its first call, in the warm-up of the start, and must give the same there.
 """
 
+import copy
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final
@@ -24,18 +27,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from gpu_workers.errors import ConfigurationError
+from gpu_workers.sharing_plan import DATA_MODE_HINT, Share, plan_shares, split_counts
 from shm.messages import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
 # Longer than control lets any start or step take: control ends a group that hangs, this ends the wait.
 _COLLECTIVE_LIMIT: Final = timedelta(minutes=15)
-# Linear layers that only meet element by element: those split by columns, and the one split by rows.
-_MLPS: Final = (
-    (("gate_proj", "up_proj"), "down_proj"),
-    (("linear_fc1",), "linear_fc2"),
-    (("fc1",), "fc2"),
-)
 
 
 def meet(config: WorkerConfig) -> None:
@@ -48,9 +46,13 @@ def meet(config: WorkerConfig) -> None:
         raise ConfigurationError("the stub tower has no weights to share: only tp_mode data works")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        # NCCL takes the current device; without this every rank would open a context on the first one too.
+        torch.cuda.set_device(device)
     store = distributed.FileStore(f"/proc/self/fd/{config.store_fd}", config.world_size)
     distributed.init_process_group(
-        "nccl" if config.device.startswith("cuda") else "gloo",
+        "nccl" if device.type == "cuda" else "gloo",
         store=store,
         rank=config.rank,
         world_size=config.world_size,
@@ -58,48 +60,91 @@ def meet(config: WorkerConfig) -> None:
     )
 
 
+def collectives_entered() -> int:
+    """How many collectives this process has entered since the ranks met. Any thread."""
+    group = distributed.group.WORLD
+    assert group is not None, "the ranks have met"
+    return int(group._get_sequence_number_for_group())
+
+
 def share_weights(model: nn.Module, device: torch.device) -> None:
     """Keep only this rank's share of the weights, on `device`, where all of them are. The ranks have met.
 
-    ConfigurationError as for sharing_plan.
+    ConfigurationError as for plan_shares; the first forward raises it if a module turns out not to be one
+    whose layers can be split.
     """
     world_size = distributed.get_world_size()
-    plan = sharing_plan(model, world_size)
+    shares = plan_shares(model, world_size)
+    references = _references(model, shares)
+    split_heads(model, shares, world_size)
+    biases = _take_biases(model, shares)
     mesh = DeviceMesh(device.type, list(range(world_size)))
-    biases = _take_biases(model, plan)
     # None: every rank has read the checkpoint itself, so nothing needs to be sent.
-    parallelize_module(model, mesh, plan, src_data_rank=None)
+    parallelize_module(model, mesh, _styles(shares), src_data_rank=None)
     for layer, bias in biases:
         layer.register_forward_hook(partial(_add_bias, bias))
-    logger.info("%d layers are shared by %d ranks", len(plan), world_size)
+    for name, whole in references:
+        compare_first_call(name, model.get_submodule(name), whole)
+    logger.info("%d layers are shared by %d ranks", len(_styles(shares)), world_size)
 
 
-def sharing_plan(model: nn.Module, world_size: int) -> dict[str, ParallelStyle]:
-    """How each layer is split, by its name. The model's attention is ready for the split afterwards.
-
-    ConfigurationError if the attention heads cannot be split evenly, or if there is nothing to share.
-    """
-    plan: dict[str, ParallelStyle] = {}
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        if _is_linear(module, "qkv", "proj") and hasattr(module, "num_heads"):
-            _split_heads(module, world_size)
-            plan |= {f"{prefix}qkv": ColwiseParallel(), f"{prefix}proj": RowwiseParallel()}
-        for first, last in _MLPS:
-            if _is_linear(module, *first, last) and getattr(module, last).in_features % world_size == 0:
-                plan |= {f"{prefix}{one}": ColwiseParallel() for one in first}
-                plan[f"{prefix}{last}"] = RowwiseParallel()
-    if not plan:
-        raise ConfigurationError("nothing of this tower can be shared: --tp-mode data works with any")
-    return plan
+def split_heads(model: nn.Module, shares: Sequence[Share], world_size: int) -> None:
+    """Let an even split of q, k and v give each rank its own heads, and attentions count those only."""
+    for share in shares:
+        if share.attention or share.fused:
+            width = model.get_submodule(share.rows).in_features
+            if share.fused:
+                _interleave(model.get_submodule(share.columns[0]), world_size)
+            split_counts(model.get_submodule(share.attention), width, world_size)
 
 
-def _take_biases(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> list[tuple[nn.Module, torch.Tensor]]:
+def compare_first_call(name: str, module: nn.Module, whole: nn.Module) -> None:
+    """Let the first call of `module`, whose layers are split, raise ConfigurationError unless `whole`, which
+    is the same with all of its weights, gives the same."""
+    split_forward = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        del module.forward  # the class's own from now on; `whole` goes with this function
+        what = f"{name} ({type(module).__name__})"
+        try:
+            found = split_forward(*args, **kwargs)
+        except Exception as error:  # what the module makes of layers that it does not expect may be anything
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            raise ConfigurationError(
+                f"{what} does not work with shared weights ({reason}): {DATA_MODE_HINT}"
+            ) from error
+        apart = _apart(_tensor(found), _tensor(whole(*args, **kwargs)))
+        if not apart <= torch.finfo(_tensor(found).dtype).eps ** 0.5:
+            raise ConfigurationError(
+                f"{what} gives other numbers with shared weights, {apart:.2g} apart: {DATA_MODE_HINT}"
+            )
+        return found
+
+    module.forward = forward
+
+
+def _references(model: nn.Module, shares: Sequence[Share]) -> list[tuple[str, nn.Module]]:
+    """A whole copy of the first module of each class that has layers to share, with its name."""
+    first: dict[type[nn.Module], str] = {}
+    for share in shares:
+        first.setdefault(type(model.get_submodule(share.owner)), share.owner)
+    return [(name, copy.deepcopy(model.get_submodule(name))) for name in first.values()]
+
+
+def _styles(shares: Sequence[Share]) -> dict[str, ParallelStyle]:
+    styles: dict[str, ParallelStyle] = {}
+    for share in shares:
+        styles |= {name: ColwiseParallel() for name in share.columns}
+        styles[share.rows] = RowwiseParallel()
+    return styles
+
+
+def _take_biases(model: nn.Module, shares: Sequence[Share]) -> list[tuple[nn.Module, torch.Tensor]]:
     """The biases of layers that are split by rows: they are added once, to the sum over the ranks.
 
     With a bias in the layer DTensor (torch 2.14) moves whole operands between ranks instead of summing once.
     """
-    layers = [model.get_submodule(name) for name, style in plan.items() if isinstance(style, RowwiseParallel)]
+    layers: list[Any] = [model.get_submodule(share.rows) for share in shares]
     taken = [(layer, layer.bias.data) for layer in layers if layer.bias is not None]
     for layer, _ in taken:
         layer.bias = None
@@ -111,19 +156,21 @@ def _add_bias(bias: torch.Tensor, layer: nn.Module, inputs: Any, output: torch.T
     return output + bias
 
 
-def _is_linear(module: nn.Module, *names: str) -> bool:
-    return all(isinstance(getattr(module, name, None), nn.Linear) for name in names)
-
-
-def _split_heads(attention: Any, world_size: int) -> None:
-    """Order the rows of qkv so that an even split gives each rank q, k and v of its own heads."""
-    heads = attention.num_heads
-    if heads % world_size:
-        raise ConfigurationError(
-            f"{heads} attention heads cannot be split over {world_size} ranks: --tp-mode data works with any"
-        )
-    qkv = attention.qkv
+def _interleave(qkv: nn.Module, world_size: int) -> None:
+    """Order the rows of [q, k, v] as [q, k, v of rank 0's heads, of rank 1's, ...]."""
     for name, parameter in list(qkv.named_parameters(recurse=False)):
         rows = parameter.data.unflatten(0, (3, world_size, -1)).transpose(0, 1).flatten(0, 2)
         setattr(qkv, name, nn.Parameter(rows.contiguous(), requires_grad=False))
-    attention.num_heads = heads // world_size
+
+
+def _tensor(output: Any) -> torch.Tensor:
+    """A module's output, or the first of several."""
+    return output if isinstance(output, torch.Tensor) else _tensor(output[0])
+
+
+def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """As a share of expected's length; infinite where they are not even of one shape."""
+    if found.shape != expected.shape:
+        return float("inf")
+    length = expected.double().norm()
+    return float((found.double() - expected.double()).norm() / length) if length else 0.0

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 import transformers
+from torch import distributed
 from transformers import AutoConfig, PreTrainedModel
 
 from gpu_workers.errors import ConfigurationError, ItemError
@@ -78,7 +79,15 @@ class RowsByTrial:
     """A row_rules.RowRule that runs the tower on noise. Remembers what it found; safe for several threads."""
 
     def __init__(self, model: PreTrainedModel, method: FeatureMethod, *, masks_count: bool = False) -> None:
-        """masks_count: what stands in a mask makes a difference, not only its shape."""
+        """masks_count: what stands in a mask makes a difference, not only its shape.
+
+        ConfigurationError in a group that shares weights: its ranks forward what rank 0 plans and no more.
+        """
+        if distributed.is_available() and distributed.is_initialized():
+            raise ConfigurationError(
+                f"{type(model).__name__} has no rule for rows, and ranks that share weights cannot try it "
+                "one by one: --tp-mode data works with any"
+            )
         self._method = method
         self._masks_count = masks_count
         self._patch = patch_sides(model)

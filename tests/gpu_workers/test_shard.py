@@ -1,11 +1,28 @@
-"""The plan by which weights are shared. That shared towers give the same numbers: tests.e2e.test_group."""
+"""Towers whose weights are shared: the plan, the check of a module's first call, and the numbers, with two
+real ranks. tests.e2e.test_group does the same through the daemon."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from gpu_workers.errors import ConfigurationError
-from gpu_workers.shard import sharing_plan
+from gpu_workers.shard import compare_first_call, split_heads
+from gpu_workers.sharing_plan import plan_shares
+from tests.gpu_workers.conftest import TinyCheckpoints
+from tests.gpu_workers.sharing_rank import WORLD_SIZE
+
+# One for each way in which attentions and perceptrons are built; what is left out has the same towers.
+FAMILIES = ("qwen3_vl", "qwen2_5_omni", "glmasr", "gemma3n", "llava", "internvl", "kimi_vl")
+# float32 sums over two halves instead of one whole, through a tiny tower's four blocks
+RELATIVE_ROUNDING = 1e-5
 
 
 class Attention(nn.Module):
@@ -22,6 +39,9 @@ class Mlp(nn.Module):
         self.linear_fc1 = nn.Linear(width, inner)
         self.linear_fc2 = nn.Linear(inner, width)
 
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.linear_fc2(self.linear_fc1(hidden).relu())
+
 
 class Block(nn.Module):
     def __init__(self, width: int, heads: int, inner: int) -> None:
@@ -30,27 +50,90 @@ class Block(nn.Module):
         self.mlp = Mlp(width, inner)
 
 
+class Grouped(nn.Module):
+    """As many q as the width has, fewer k and v."""
+
+    def __init__(self, heads: int, of_values: int) -> None:
+        super().__init__()
+        self.head_dim = 2
+        self.q_proj = nn.Linear(8, 2 * heads)
+        self.k_proj, self.v_proj = nn.Linear(8, 2 * of_values), nn.Linear(8, 2 * of_values)
+        self.o_proj = nn.Linear(2 * heads, 8)
+
+
+def layers(model: nn.Module, world_size: int = 2) -> list[str]:
+    return [name for share in plan_shares(model, world_size) for name in (*share.columns, share.rows)]
+
+
 def test_each_rank_gets_q_k_and_v_of_its_own_heads() -> None:
     block = Block(width=8, heads=4, inner=6)
     weight, bias = block.attn.qkv.weight.detach().clone(), block.attn.qkv.bias.detach().clone()
-    plan = sharing_plan(block, world_size=2)
+    assert layers(block) == ["attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2"]
+    split_heads(block, plan_shares(block, 2), 2)
     assert block.attn.num_heads == 2
-    assert list(plan) == ["attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2"]
     for rank in range(2):
         rows = [part * 8 + rank * 4 + row for part in range(3) for row in range(4)]  # two heads of two rows
         assert torch.equal(block.attn.qkv.weight.chunk(2)[rank], weight[rows])
         assert torch.equal(block.attn.qkv.bias.chunk(2)[rank], bias[rows])
 
 
+def test_layers_of_a_sequence_are_shared_around_an_activation_alone() -> None:
+    assert layers(nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 2))) == ["0", "2"]
+    with pytest.raises(ConfigurationError, match="no layer of Sequential"):
+        layers(nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2)))
+
+
 def test_an_mlp_that_does_not_split_evenly_stays_whole() -> None:
-    assert list(sharing_plan(Block(width=8, heads=4, inner=7), world_size=2)) == ["attn.qkv", "attn.proj"]
+    assert layers(Block(width=8, heads=4, inner=7)) == ["attn.qkv", "attn.proj"]
 
 
-def test_heads_that_do_not_split_evenly_are_a_configuration_error() -> None:
-    with pytest.raises(ConfigurationError, match="4 attention heads cannot be split over 3 ranks"):
-        sharing_plan(Block(width=8, heads=4, inner=6), world_size=3)
+def test_heads_that_are_normalized_together_stay_whole() -> None:
+    block = Block(width=8, heads=4, inner=6)
+    block.attn.q_norm = nn.LayerNorm(8)
+    assert layers(block) == ["mlp.linear_fc1", "mlp.linear_fc2"]
 
 
-def test_a_tower_with_nothing_to_share_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigurationError, match="nothing of this tower"):
-        sharing_plan(nn.Linear(2, 2), world_size=2)
+def test_heads_that_do_not_split_evenly_are_an_error_that_names_their_module() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"^attn: 4 attention heads cannot be split over 3 ranks: --tp"
+    ):
+        layers(Block(width=8, heads=4, inner=6), world_size=3)
+    with pytest.raises(ConfigurationError, match=r"^Grouped: 1 attention heads cannot be split over 2 ranks"):
+        layers(Grouped(heads=4, of_values=1))
+    assert layers(Grouped(heads=4, of_values=2)) == ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def test_a_module_that_gives_other_numbers_with_its_layers_split_is_refused_at_its_first_call() -> None:
+    module = Mlp(4, 6).requires_grad_(False)
+    compare_first_call("tower.mlp", module, copy.deepcopy(module))
+    right = module(torch.ones(1, 4))
+    assert torch.equal(module(torch.ones(1, 4)), right)
+    compare_first_call("tower.mlp", module, Mlp(4, 6).requires_grad_(False))
+    with pytest.raises(ConfigurationError, match=r"^tower.mlp \(Mlp\) gives other numbers .*--tp-mode data"):
+        module(torch.ones(1, 4))
+    compare_first_call("tower.mlp", module, copy.deepcopy(module))
+    with pytest.raises(ConfigurationError, match=r"^tower.mlp \(Mlp\) does not work with shared weights"):
+        module(torch.ones(1, 5))
+
+
+def test_ranks_that_share_a_tower_give_the_rows_of_one(
+    tiny_checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    store = os.memfd_create("store")
+    checkpoints = [f"{family}={tiny_checkpoints[family]}" for family in FAMILIES]
+    results = [tmp_path / f"rank-{rank}.json" for rank in range(WORLD_SIZE)]
+    command = [sys.executable, "-m", "tests.gpu_workers.sharing_rank"]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(store), str(result), *checkpoints], pass_fds=[store])
+        for rank, result in enumerate(results)
+    ]
+    os.close(store)
+    assert [rank.wait() for rank in ranks] == [0] * WORLD_SIZE
+    for result in results:
+        found = json.loads(result.read_text())
+        assert sorted(found) == sorted(FAMILIES)
+        for family, distances in found.items():
+            assert isinstance(distances, dict), f"{family}: {distances}"
+            assert distances, family
+            for modality, distance in distances.items():
+                assert distance <= RELATIVE_ROUNDING, f"{family}, {modality}"
