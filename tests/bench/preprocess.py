@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from gpu_workers.media.image import ImageReader
 from gpu_workers.media.pixels import Pixels, open_pixels
+from tests.bench.contests import Contest, sound_contests, video_contests
 from tests.bench.report import Report, Target
 
 _OURS, _THEIRS = "#1b6ca8", "#b8bec4"
@@ -46,24 +47,6 @@ PROCESSORS: Final[dict[str, dict[str, Any]]] = {
         "image_std": [0.5, 0.5, 0.5],
     },
 }
-
-
-@dataclass(frozen=True)
-class Contest:
-    """Two ways to the same tensor. A call does `amount` units: pictures, video frames, seconds of audio."""
-
-    name: str
-    unit: str
-    amount: float
-    theirs: Callable[[], torch.Tensor]
-    ours: Callable[[], torch.Tensor]
-    target: float | None  # times as fast on one core
-
-    def check(self) -> None:
-        """Both sides once, which also warms them up. AssertionError if they do not agree in every bit."""
-        theirs, ours = self.theirs(), self.ours()
-        assert theirs.dtype == ours.dtype, f"{self.name}: {theirs.dtype} and {ours.dtype}"
-        assert torch.equal(theirs, ours), f"{self.name}: the values differ"
 
 
 class Turn(NamedTuple):
@@ -91,7 +74,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     report = Report("preprocess")
-    for contest in picture_contests():
+    for contest in chain(picture_contests(), video_contests(), sound_contests()):
         contest.check()
         for thread_count in (1, 2):
             print(f"{contest.name}, {_cores(thread_count)}", flush=True)
@@ -225,14 +208,16 @@ def _plot(report: Report) -> None:
     figure, axes = plt.subplots(figsize=(9, 0.55 * len(rows) + 1.4), layout="constrained")
     for column, shift, colour, label in (
         ("ours_per_s", 0.2, _OURS, "encoderd"),
-        ("hugging_face_per_s", -0.2, _THEIRS, "Pillow and AutoImageProcessor"),
+        ("hugging_face_per_s", -0.2, _THEIRS, "Pillow, PyAV or soundfile, and Hugging Face's processor"),
     ):
         rates = [row[column] for row in rows]
         bars = axes.barh(places + shift, rates, 0.38, color=colour, label=label)
         axes.bar_label(bars, [f"{rate:.3g}" for rate in rates], padding=3, fontsize=9)
     axes.set_yticks(places, [_label(row) for row in rows])
     axes.set_xscale("log")
-    axes.set_xlabel("per second: encoded bytes to equal pixel values, one core")
+    axes.set_xlabel(
+        "pictures, sampled frames or seconds of sound per second, one core: encoded bytes to equal tensors"
+    )
     axes.legend(frameon=False, loc="lower right")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
