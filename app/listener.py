@@ -2,11 +2,8 @@
 
 import asyncio
 import logging
-import os
 import socket
-import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Final, Self
 
@@ -18,13 +15,13 @@ from starlette.types import ASGIApp
 from app.config import ServeConfig
 from app.connection import Connection
 from app.errors import ConfigError
+from app.unix_socket import listening_unix_socket
 
 BACKLOG: Final = 4096
 MAX_CONNECTIONS: Final = 4096
 KEEP_ALIVE_S: Final = 75.0
 MAX_HEADER_BYTES: Final = 64 * 1024
 CLOSE_TIMEOUT_S: Final = 2.0
-UNIX_MODE: Final = 0o660
 
 
 def bind_tcp(host: str, port: int) -> socket.socket:
@@ -43,38 +40,9 @@ def bind_tcp(host: str, port: int) -> socket.socket:
     return listener
 
 
-@contextmanager
-def unix_listener(path: str) -> Iterator[socket.socket]:
-    """A listening Unix socket, mode 0660, in place of a stale one; its file is removed at the end.
-    ConfigError when the path is in use."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        try:
-            _remove_stale(path)
-            # The mode of the unbound socket becomes the file's: it is never more open than this.
-            os.fchmod(listener.fileno(), UNIX_MODE)
-            listener.bind(path)
-            made = os.lstat(path)
-            listener.listen(BACKLOG)
-        except OSError as error:
-            raise ConfigError(f"--uds {path} cannot be bound: {error.strerror}") from None
-        try:
-            yield listener
-        finally:
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.lstat(path), made):
-                    os.unlink(path)
-
-
-def _remove_stale(path: str) -> None:
-    """Unlink a socket nobody listens on; leave everything else to bind's own error."""
-    with suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
-            try:
-                caller.connect(path)
-            except ConnectionRefusedError:
-                os.unlink(path)
+def unix_listener(path: str) -> AbstractContextManager[socket.socket]:
+    """A listening Unix socket; its file is removed at the end. ConfigError when the path is in use."""
+    return listening_unix_socket(path, socket.SOCK_STREAM, BACKLOG, "--uds")
 
 
 class Listener:
