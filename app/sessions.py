@@ -180,7 +180,7 @@ class Session:
         if not self._is_open:
             return
         try:
-            if self._take(DRAIN_MAX) or not self._regions.releases.arm():
+            if self._take(DRAIN_MAX) or not self._regions.submissions.arm():
                 self._loop.call_soon(self._drain)
         except RegionCorrupt as corrupt:
             logger.warning("session %d ends: %s", self.number, corrupt)
@@ -191,7 +191,7 @@ class Session:
         when it is told of the free block, and need not be woken twice."""
         released: list[int] = []
         while limit > 0:
-            slot = self._regions.releases.try_take()
+            slot = self._regions.submissions.try_take()
             if slot is None:
                 break
             limit -= self._obey(SessionDescriptor.unpack(slot), released)

@@ -37,8 +37,8 @@ from shm.messages import Attach, Attached, Granted, Handle, Refused, SegmentGran
 from shm.pending_encode import PendingEncode
 from shm.received_descriptors import ReceivedDescriptors
 from shm.region import attach_region
-from shm.release_ring import ReleaseRing
 from shm.session import MAX_DESCRIPTORS, recv_datagram, send_datagram
+from shm.submission_ring import SubmissionRing
 from shm.view import View, leased_header
 
 __all__ = ["EncodeAnswer", "EncodeRefused", "PendingEncode", "Session", "View", "connect"]
@@ -105,8 +105,8 @@ class Session:
         self._views: weakref.WeakSet[View] = weakref.WeakSet()
         self._segments = MappedSegments(welcome.boot_id)
         with ExitStack() as undo:
-            self._releases, self._encodes = self._attach_rings(received)
-            undo.callback(self._releases.close)
+            self._submissions, self._encodes = self._attach_rings(received)
+            undo.callback(self._submissions.close)
             undo.callback(self._encodes.close)
             undo.callback(self._segments.close)
             for grant in welcome.segments:
@@ -123,14 +123,14 @@ class Session:
         known = handle if isinstance(handle, Handle) else _parsed(handle)
         if known.boot_id != self._welcome.boot_id:
             raise StaleHandle("the handle is from another run of the daemon")
-        self._releases.flush()
+        self._submissions.flush()
         with self._lock:
             lease = self._ask(known).lease
-            self._releases.begin(lease)
+            self._submissions.begin(lease)
             try:
                 view = self._view(known, lease)
             except BaseException:
-                self._releases.end(lease)
+                self._submissions.end(lease)
                 raise
             self._views.add(view)
         return view
@@ -207,9 +207,9 @@ class Session:
     def statistics(self) -> SessionStatistics:
         """A look inside."""
         return SessionStatistics(
-            self._releases.live(),
+            self._submissions.live(),
             len(self._segments),
-            self._releases.waiting(),
+            self._submissions.waiting(),
             self._encodes.under_way(),
         )
 
@@ -222,7 +222,7 @@ class Session:
         self._encodes.close()
         for view in list(self._views):
             view.release()
-        self._releases.close()
+        self._submissions.close()
         self._segments.close()
 
     def __enter__(self) -> Self:
@@ -247,7 +247,7 @@ class Session:
 
     def _view_of_answer(self, answer: SessionCompletion) -> View:
         handle = self._handle(answer)
-        self._releases.begin(answer.lease)
+        self._submissions.begin(answer.lease)
         try:
             with self._lock:
                 while not self._segments.has(handle.segment, handle.epoch):
@@ -256,7 +256,7 @@ class Session:
                 view = self._view(handle, answer.lease)
                 self._views.add(view)
         except BaseException:
-            self._releases.end(answer.lease)
+            self._submissions.end(answer.lease)
             raise
         return view
 
@@ -282,7 +282,7 @@ class Session:
             handle,
             reader,
             leased_header(reader, handle),
-            end_lease=partial(self._releases.end, lease),
+            end_lease=partial(self._submissions.end, lease),
             check_daemon=self._check_daemon,
         )
 
@@ -337,7 +337,7 @@ class Session:
         )
         self._segments.add(grant, received)
 
-    def _attach_rings(self, received: ReceivedDescriptors) -> tuple[ReleaseRing, EncodeRing]:
+    def _attach_rings(self, received: ReceivedDescriptors) -> tuple[SubmissionRing, EncodeRing]:
         """The rings behind Welcome's first three descriptors."""
         with ExitStack() as undo:
             client = attach_region(received.take(), RegionKind.SESSION_CLIENT, writable=True)
@@ -346,12 +346,12 @@ class Session:
             undo.enter_context(control)
             bell = received.take()
             undo.callback(os.close, bell)
-            releases = ReleaseRing(client, control, bell, self._connection)
+            submissions = SubmissionRing(client, control, bell, self._connection)
             encodes = EncodeRing(
-                releases, client, control, self._welcome.input_bytes, self._check_daemon, releases.end
+                submissions, client, control, self._welcome.input_bytes, self._check_daemon, submissions.end
             )
             undo.pop_all()
-        return releases, encodes
+        return submissions, encodes
 
 
 def _parsed(handle: Mapping[str, Any]) -> Handle:

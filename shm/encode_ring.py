@@ -34,7 +34,7 @@ from shm.layout import (
 )
 from shm.messages import SessionFault
 from shm.region import Region
-from shm.release_ring import ReleaseRing
+from shm.submission_ring import SubmissionRing
 
 # A daemon that dies closes its socket but wakes no futex: so often the leader looks at the socket.
 _SLICE_NS: Final = 1_000_000_000
@@ -77,7 +77,7 @@ class EncodeRing:
 
     def __init__(
         self,
-        submissions: ReleaseRing,
+        submissions: SubmissionRing,
         client: Region,
         control: Region,
         input_bytes: int,

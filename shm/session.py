@@ -55,7 +55,7 @@ class SessionRegions:
     """Control's hold on one session's two memfds and its bell; closing it ends the rings.
 
     client: written by the client, untrusted. control: written here. `descriptors` go into Welcome.
-    releases: the submission ring, which began with releases only; completions: answers to encodes.
+    submissions: releases, encodes and cancels from the client; completions: answers to encodes.
     """
 
     def __init__(self, client: Region, control: Region, control_read_only_fd: int, bell: int) -> None:
@@ -63,7 +63,7 @@ class SessionRegions:
         self.control = control
         self.control_read_only_fd = control_read_only_fd
         self.bell = bell
-        self.releases = _core.Consumer(
+        self.submissions = _core.Consumer(
             client.memory, SESSION_SIDE_OFFSET, control.memory, SESSION_SIDE_OFFSET, SESSION_SLOT_COUNT
         )
         # A futex bell on the client's own word: exchanged, never believed.
@@ -96,8 +96,8 @@ class SessionRegions:
         return [self.client.fd, self.control_read_only_fd, self.bell]
 
     def close(self) -> None:
-        """Give everything back. `releases` refuses to be used afterwards."""
-        self.releases.close()
+        """Give everything back. `submissions` refuses to be used afterwards."""
+        self.submissions.close()
         self.completions.close()
         self.client.close()
         self.control.close()

@@ -184,7 +184,7 @@ class Server:
             len(self._connections), LAYOUT_VERSION, self._boot_id.hex(), f"unix:{self._path}.http", [grant]
         )
         send_datagram(peer, welcome, [*regions.descriptors, self._read_only_fd])
-        regions.releases.arm()
+        regions.submissions.arm()
         self._watch(peer.fileno(), partial(self._attach, connection))
         self._watch(regions.bell, partial(self._releases, connection))
 
@@ -216,7 +216,7 @@ class Server:
 
     def _releases(self, connection: Connection) -> None:
         os.eventfd_read(connection.regions.bell)
-        releases = connection.regions.releases
+        releases = connection.regions.submissions
         while True:
             while (slot := releases.try_take()) is not None:
                 connection.leases.pop(SessionDescriptor.unpack(slot).lease, None)

@@ -24,8 +24,8 @@ from shm.layout import (
 )
 from shm.messages import RequestMetadata, SessionFault
 from shm.region import attach_region
-from shm.release_ring import ReleaseRing
 from shm.session import SessionRegions, create_session_regions, read_run
+from shm.submission_ring import SubmissionRing
 
 INPUT_BYTES = 1 << 20
 PATIENCE_S = 60.0
@@ -40,8 +40,8 @@ class Control:
     ended: list[int] = field(default_factory=list)
 
     def take(self) -> SessionDescriptor:
-        while (slot := self.regions.releases.try_take()) is None:
-            if self.regions.releases.arm():
+        while (slot := self.regions.submissions.try_take()) is None:
+            if self.regions.submissions.arm():
                 os.set_blocking(self.regions.bell, True)
                 os.eventfd_read(self.regions.bell)
         return SessionDescriptor.unpack(slot)
@@ -75,7 +75,7 @@ def ring(control: Control) -> Iterator[EncodeRing]:
     read_only = attach_region(
         os.dup(regions.control_read_only_fd), RegionKind.SESSION_CONTROL, writable=False
     )
-    releases = ReleaseRing(client, read_only, os.dup(regions.bell), ours)
+    releases = SubmissionRing(client, read_only, os.dup(regions.bell), ours)
     ring = EncodeRing(releases, client, read_only, INPUT_BYTES, control.check, control.ended.append)
     with theirs:
         yield ring

@@ -59,20 +59,20 @@ def test_releases_travel_on_the_ring_and_ring_the_bell_once_armed(regions: Sessi
     assert producer.try_publish(SessionDescriptor(SessionKind.RELEASE, 7).pack())
     with pytest.raises(BlockingIOError):
         os.eventfd_read(regions.bell)
-    slot = regions.releases.try_take()
+    slot = regions.submissions.try_take()
     assert slot is not None
     assert SessionDescriptor.unpack(slot) == SessionDescriptor(SessionKind.RELEASE, 7)
-    assert regions.releases.arm()
+    assert regions.submissions.arm()
     assert producer.try_publish(SessionDescriptor(SessionKind.RELEASE, 8).pack())
     assert os.eventfd_read(regions.bell) == 1
-    assert regions.releases.pending() == 1
+    assert regions.submissions.pending() == 1
 
 
 def test_a_full_ring_refuses_and_recovers(regions: SessionRegions) -> None:
     producer = client_producer(regions)
     slot = SessionDescriptor(SessionKind.RELEASE, 1).pack()
     assert sum(producer.try_publish(slot) for _ in range(SESSION_SLOT_COUNT + 3)) == SESSION_SLOT_COUNT
-    assert regions.releases.try_take() is not None
+    assert regions.submissions.try_take() is not None
     assert producer.try_publish(slot)
 
 
@@ -97,7 +97,7 @@ def test_whatever_the_client_writes_control_sees_a_release_nothing_or_corrupt(
     for _ in range(200):
         regions.client.view[:] = os.urandom(regions.client.size_bytes)
         try:
-            slot = regions.releases.try_take()
+            slot = regions.submissions.try_take()
         except RegionCorrupt:
             continue
         assert slot is None or len(slot) == 128

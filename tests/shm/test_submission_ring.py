@@ -1,4 +1,4 @@
-"""shm.release_ring: ended leases arrive in any case, from any thread, even in the middle of a send."""
+"""shm.submission_ring: ended leases arrive in any case, from any thread, even in the middle of a send."""
 
 import os
 import socket
@@ -9,8 +9,8 @@ import pytest
 
 from shm.layout import SESSION_SLOT_COUNT, RegionKind, SessionDescriptor, SessionKind
 from shm.region import attach_region
-from shm.release_ring import ReleaseRing
 from shm.session import SessionRegions, create_session_regions
+from shm.submission_ring import SubmissionRing
 
 
 @pytest.fixture
@@ -20,11 +20,11 @@ def regions() -> Iterator[SessionRegions]:
 
 
 @pytest.fixture
-def ring(regions: SessionRegions) -> Iterator[ReleaseRing]:
+def ring(regions: SessionRegions) -> Iterator[SubmissionRing]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     client = attach_region(os.dup(regions.client.fd), RegionKind.SESSION_CLIENT, writable=True)
     control = attach_region(os.dup(regions.control_read_only_fd), RegionKind.SESSION_CONTROL, writable=False)
-    ring = ReleaseRing(client, control, os.dup(regions.bell), ours)
+    ring = SubmissionRing(client, control, os.dup(regions.bell), ours)
     with theirs:
         yield ring
         ring.close()
@@ -33,21 +33,23 @@ def ring(regions: SessionRegions) -> Iterator[ReleaseRing]:
 
 def arrived(regions: SessionRegions) -> list[int]:
     leases = []
-    while (slot := regions.releases.try_take()) is not None:
+    while (slot := regions.submissions.try_take()) is not None:
         descriptor = SessionDescriptor.unpack(slot)
         assert descriptor.kind == SessionKind.RELEASE
         leases.append(descriptor.lease)
     return leases
 
 
-def test_leases_arrive_in_the_order_in_which_they_ended(regions: SessionRegions, ring: ReleaseRing) -> None:
+def test_leases_arrive_in_the_order_in_which_they_ended(
+    regions: SessionRegions, ring: SubmissionRing
+) -> None:
     for lease in range(100):
         ring.end(lease)
     assert arrived(regions) == list(range(100))
 
 
 def test_what_a_full_ring_cannot_take_comes_with_a_later_call(
-    regions: SessionRegions, ring: ReleaseRing
+    regions: SessionRegions, ring: SubmissionRing
 ) -> None:
     for lease in range(SESSION_SLOT_COUNT + 5):
         ring.end(lease)
@@ -58,7 +60,7 @@ def test_what_a_full_ring_cannot_take_comes_with_a_later_call(
     assert arrived(regions) == list(range(SESSION_SLOT_COUNT, SESSION_SLOT_COUNT + 5))
 
 
-def test_threads_end_leases_and_every_one_arrives_once(regions: SessionRegions, ring: ReleaseRing) -> None:
+def test_threads_end_leases_and_every_one_arrives_once(regions: SessionRegions, ring: SubmissionRing) -> None:
     def end(first: int) -> None:
         for lease in range(first, first + 200):
             ring.end(lease)
@@ -73,7 +75,7 @@ def test_threads_end_leases_and_every_one_arrives_once(regions: SessionRegions, 
     assert sorted(arrived(regions)) == expected
 
 
-def test_a_closed_ring_takes_leases_and_sends_none(regions: SessionRegions, ring: ReleaseRing) -> None:
+def test_a_closed_ring_takes_leases_and_sends_none(regions: SessionRegions, ring: SubmissionRing) -> None:
     ring.close()
     ring.end(1)
     assert arrived(regions) == []

@@ -15,7 +15,7 @@ from shm.layout import SESSION_SIDE_OFFSET, SESSION_SLOT_COUNT, SessionDescripto
 from shm.region import Region
 
 
-class ReleaseRing:
+class SubmissionRing:
     """Owns the client's end of the ring, its two mapped regions, the bell, and the session's socket.
 
     connection is only held open: while any lease may be alive, the daemon must not see a hang-up.
