@@ -21,6 +21,7 @@ from gpu_workers.errors import ItemError, RanksDisagree
 from gpu_workers.families.base import Family, Prepared, Rows
 from gpu_workers.jobs import Item, Job
 from gpu_workers.leader import ForwardReply, Leader, PrepareReply
+from gpu_workers.own_forward import OwnForward
 from gpu_workers.ranks import Alone, HandedOut, Ranks
 from shm.group import BATCH_KEY_BYTES, GroupLeader
 from shm.messages import WorkerConfig
@@ -31,10 +32,18 @@ def open_ranks(config: WorkerConfig, family: Family, group: Region | None) -> Ra
     """This worker's ranks; returns when all of them have loaded."""
     if group is None:
         return Alone(family)
-    leader = Leader(GroupLeader(group))
+    own = None if config.tp_mode == "data" else own_forward()
+    leader = Leader(GroupLeader(group), own)
     leader.start()
     leader.wait_loaded()
-    return DataRanks(leader, family) if config.tp_mode == "data" else WeightsRanks(leader, family)
+    return DataRanks(leader, family) if own is None else WeightsRanks(leader, family, own)
+
+
+def own_forward() -> OwnForward:
+    """Of a rank that shares weights and has met the others."""
+    from gpu_workers.shard import collectives_entered  # here, because it loads torch
+
+    return OwnForward(collectives_entered)
 
 
 def batch_key_digest(prepared: Prepared) -> bytes:
@@ -138,9 +147,11 @@ class WeightsRanks:
 
     answer_later = True
 
-    def __init__(self, leader: Leader, family: Family) -> None:
+    def __init__(self, leader: Leader, family: Family, own: OwnForward) -> None:
+        """own: the leader's too."""
         self._leader = leader
         self._family = family
+        self._own = own
         self._answers = _WeightsAnswers()
 
     def preprocess(self, item: Item) -> Prepared:
@@ -161,12 +172,16 @@ class WeightsRanks:
 
     def forward(self, batch: list[Item], attempt: Callable[[], list[Rows]]) -> list[Rows]:
         """All ranks forward the batch together."""
-        asked = [self._leader.forward(rank, batch, writes=False) for rank in self._leader.others]
+        number, asked = self._leader.forward_together(batch)
         try:
-            rows = attempt()
+            with self._own.of(number):
+                rows = attempt()
         except Exception as error:
-            # A rank that died never answers; then this wait ends with the group.
-            if not all(answer.result().failed for answer in asked):
+            collectives = self._own.collectives()
+            self._leader.abandon(number, collectives)
+            # A rank that stands still in a collective ends itself, and so this wait, with the group.
+            replies = [answer.result() for answer in asked]
+            if not all(reply.failed and reply.collectives == collectives for reply in replies):
                 raise RanksDisagree("a forward failed on rank 0 alone") from error
             raise
         self._answers.asked += asked

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 from gpu_workers.errors import GroupBroken, ItemError
 from gpu_workers.jobs import Item
+from gpu_workers.own_forward import OwnForward
 from gpu_workers.threads import start_thread
 from shm.errors import ErrorCode
 from shm.group import GroupLeader, Plan, PlanKind, Reply, ReplyKind
@@ -32,12 +33,15 @@ class ForwardReply:
 
     errors: dict[tuple[int, int], ItemError] = field(default_factory=dict)  # by (ticket, index)
     failed: bool = False
+    collectives: int = 0  # that it had entered when it failed
 
 
 class Leader:
     """One thread listens to each rank. Methods may be called from any thread, `forward` from one."""
 
-    def __init__(self, group: GroupLeader) -> None:
+    def __init__(self, group: GroupLeader, own: OwnForward | None = None) -> None:
+        """own: of a group that shares weights, rank 0's forward, which hears of those that fail elsewhere."""
+        self._own = own
         self.others = range(1, group.world_size)
         self._group = group
         self._lock = threading.Lock()  # the plan rings have one producer each; guards what is below too
@@ -79,21 +83,39 @@ class Leader:
 
     def forward(self, rank: int, items: list[Item], *, writes: bool) -> Future[ForwardReply]:
         """Ask a rank to forward prepared items and, if it writes, to put their rows into their blocks."""
-        answer: Future[ForwardReply] = Future()
         with self._lock:
             self._last_batch += 1
-            self._forwarding[rank, self._last_batch] = answer
-            self._replies[rank, self._last_batch] = ForwardReply()
-            for item in items:
-                self._tell(rank, _item_plan(item, writes=writes))
-            self._tell(rank, Plan(PlanKind.FORWARD, batch=self._last_batch, item_count=len(items)))
-        return answer
+            return self._ask_forward(rank, self._last_batch, items, writes=writes)
+
+    def forward_together(self, items: list[Item]) -> tuple[int, list[Future[ForwardReply]]]:
+        """Ask every rank to forward prepared items with its share of the weights. The batch's number too."""
+        with self._lock:
+            self._last_batch += 1
+            return self._last_batch, [
+                self._ask_forward(rank, self._last_batch, items, writes=False) for rank in self.others
+            ]
+
+    def abandon(self, batch: int, collectives: int) -> None:
+        """Tell every rank that rank 0's forward of this batch has failed after so many collectives."""
+        with self._lock:
+            for rank in self.others:
+                self._tell(rank, Plan(PlanKind.ABANDON, batch=batch, collectives=collectives))
 
     def forget(self, ticket: int) -> None:
         """Tell every rank that nothing more of this ticket will be asked for."""
         with self._lock:
             for rank in self.others:
                 self._tell(rank, Plan(PlanKind.FORGET, ticket))
+
+    def _ask_forward(self, rank: int, batch: int, items: list[Item], *, writes: bool) -> Future[ForwardReply]:
+        """Under the lock."""
+        answer: Future[ForwardReply] = Future()
+        self._forwarding[rank, batch] = answer
+        self._replies[rank, batch] = ForwardReply()
+        for item in items:
+            self._tell(rank, _item_plan(item, writes=writes))
+        self._tell(rank, Plan(PlanKind.FORWARD, batch=batch, item_count=len(items)))
+        return answer
 
     def _tell(self, rank: int, plan: Plan) -> None:
         if not self._group.plans[rank - 1].try_publish(plan.pack()):
@@ -122,7 +144,10 @@ class Leader:
                 with self._lock:
                     forwarded = self._forwarding.pop((rank, reply.batch))
                     outcome = self._replies.pop((rank, reply.batch))
-                outcome.failed = bool(reply.failed)
+                outcome.failed, outcome.collectives = bool(reply.failed), reply.collectives
+                if reply.failed and self._own is not None:
+                    watch = partial(self._own.watch, reply.batch, reply.collectives)
+                    start_thread(f"rank-{rank}-failed", watch)
                 forwarded.set_result(outcome)
 
 

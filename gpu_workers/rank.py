@@ -14,9 +14,11 @@ from gpu_workers.device import Device, Failure
 from gpu_workers.errors import ConfigurationError
 from gpu_workers.families.base import Family
 from gpu_workers.faults import Faults
+from gpu_workers.group import own_forward
 from gpu_workers.isolation import Encoder
 from gpu_workers.jobs import Item
 from gpu_workers.loading import load_working
+from gpu_workers.own_forward import OwnForward
 from gpu_workers.rank_copy import Copier, Forwarded
 from gpu_workers.rank_plans import ForwardPlan, PlanIntake, PreparedItems, Replies
 from gpu_workers.rank_prepare import Preparer
@@ -48,7 +50,8 @@ def run_rank(config: WorkerConfig) -> int:
         return _give_up(member, f"{type(error).__name__}: {error}", EXIT_SOFTWARE)
     replies = Replies(member)
     items = PreparedItems()
-    plans = PlanIntake(member, items)
+    own = None if config.tp_mode == "data" else own_forward()
+    plans = PlanIntake(member, items, own)
     for number in range(config.preprocess_threads):
         start_thread(f"prepare-{number}", Preparer(plans, items, arena, family, faults, replies).run)
     copier = Copier(segment, device, replies)
@@ -56,7 +59,7 @@ def run_rank(config: WorkerConfig) -> int:
     start_thread("plans", plans.run)
     logger.info("rank %d of %d is loaded on %s", config.rank, config.world_size, device.name)
     replies.publish(Reply(ReplyKind.LOADED))
-    run_or_exit(RankLoop(config.tp_mode == "data", plans, items, family, device, faults, copier).run)
+    run_or_exit(RankLoop(own, plans, items, family, device, faults, copier).run)
     return EXIT_SOFTWARE
 
 
@@ -72,7 +75,7 @@ class RankLoop:
 
     def __init__(
         self,
-        isolates: bool,
+        own: OwnForward | None,
         plans: PlanIntake,
         items: PreparedItems,
         family: Family,
@@ -80,8 +83,8 @@ class RankLoop:
         faults: Faults,
         copier: Copier,
     ) -> None:
-        """isolates: whether this rank splits a batch that fails, which only one with whole weights may."""
-        self._isolates = isolates
+        """own: of a rank that shares weights. None: it has whole weights, and splits a batch that fails."""
+        self._own = own
         self._plans = plans
         self._items = items
         self._device = device
@@ -96,12 +99,13 @@ class RankLoop:
             self._copier.put(self._forward(plan, items))
 
     def _forward(self, plan: ForwardPlan, items: list[Item]) -> Forwarded:
-        if self._isolates:
+        if self._own is None:
             encoded = self._encoder.encode(items)
         else:
-            outcome = self._attempt(items)
-            if outcome is None:
-                return Forwarded(plan, None, self._device.mark())  # kept: rank 0 will ask for parts of it
+            with self._own.of(plan.batch):
+                outcome = self._attempt(items)
+            if outcome is None:  # kept: rank 0 will ask for parts of it
+                return Forwarded(plan, None, self._device.mark(), self._own.collectives())
             encoded = outcome
         self._items.drop(items)
         return Forwarded(plan, encoded, self._device.mark())

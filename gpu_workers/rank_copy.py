@@ -19,6 +19,7 @@ class Forwarded:
     plan: ForwardPlan
     encoded: list[Encoded] | None
     finished: Mark
+    collectives: int = 0  # that this rank had entered when the whole raised
 
 
 class Copier:
@@ -42,7 +43,8 @@ class Copier:
     def _copy(self, forwarded: Forwarded) -> None:
         batch = forwarded.plan.batch
         if forwarded.encoded is None:
-            self._replies.publish(Reply(ReplyKind.FORWARDED, batch=batch, failed=1))
+            failed = Reply(ReplyKind.FORWARDED, batch=batch, failed=1, collectives=forwarded.collectives)
+            self._replies.publish(failed)
             return
         failures: list[Reply] = []
         for named, encoded in zip(forwarded.plan.items, forwarded.encoded, strict=True):

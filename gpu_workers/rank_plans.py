@@ -7,10 +7,13 @@ into queues, in the order of the plans.
 import queue
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from gpu_workers.errors import GroupBroken
 from gpu_workers.jobs import Item
+from gpu_workers.own_forward import OwnForward
+from gpu_workers.threads import start_thread
 from shm.group import GroupMember, Plan, PlanKind, Reply
 
 _TAKE_NS: Final = 1_000_000_000
@@ -75,11 +78,13 @@ class ForwardPlan:
 class PlanIntake:
     """The one user of the plan ring. It never waits for anything else, so the ring never fills."""
 
-    def __init__(self, member: GroupMember, items: PreparedItems) -> None:
+    def __init__(self, member: GroupMember, items: PreparedItems, own: OwnForward | None) -> None:
+        """own: of a rank that shares weights, its forward, which hears when rank 0's has failed."""
         self.to_prepare: queue.SimpleQueue[Plan] = queue.SimpleQueue()
         self.to_forward: queue.SimpleQueue[ForwardPlan] = queue.SimpleQueue()
         self._member = member
         self._items = items
+        self._own = own
         self._named: list[Plan] = []  # ITEMs of the FORWARD to come
 
     def run(self) -> None:
@@ -102,3 +107,7 @@ class PlanIntake:
                 self._named = []
             case PlanKind.FORGET:
                 self._items.forget(plan.ticket)
+            case PlanKind.ABANDON:
+                if self._own is None:
+                    raise GroupBroken("only ranks that share weights abandon a batch together")
+                start_thread("rank-0-failed", partial(self._own.watch, plan.batch, plan.collectives))

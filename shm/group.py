@@ -43,9 +43,10 @@ class PlanKind(IntEnum):
     ITEM = 2
     FORWARD = 3
     FORGET = 4
+    ABANDON = 5
 
 
-_PLAN: Final = struct.Struct("<IIQQQIIQQQI60x")
+_PLAN: Final = struct.Struct("<IQIQQIIQQQII56x")
 
 
 class Plan(NamedTuple):
@@ -54,7 +55,8 @@ class Plan(NamedTuple):
     PREPARE: decode and preprocess the item, which will have `rows` rows; arena_offset, arena_nbytes and
     metadata_bytes are the request's, as in Submission. ITEM: it belongs to the next FORWARD; its rows go to
     the nbytes at segment_offset, or, if nbytes is 0, nowhere. FORWARD: the item_count items before it are
-    batch number `batch`. FORGET: what is prepared of this ticket will never be asked for.
+    batch number `batch`. FORGET: what is prepared of this ticket will never be asked for. ABANDON: the
+    forward of this batch has failed on rank 0, after it had entered `collectives` collectives.
     """
 
     kind: PlanKind
@@ -68,20 +70,18 @@ class Plan(NamedTuple):
     nbytes: int = 0
     batch: int = 0
     item_count: int = 0
+    collectives: int = 0
 
     def pack(self) -> bytes:
         """The 128-byte slot."""
-        return _PLAN.pack(
-            self.kind, self.item, self.ticket, self.arena_offset, self.arena_nbytes, self.metadata_bytes,
-            self.rows, self.segment_offset, self.nbytes, self.batch, self.item_count,
-        )  # fmt: skip
+        return _PLAN.pack(*self)
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
         """Parse a slot; RegionCorrupt for an unknown kind."""
-        kind, item, ticket, *rest = _PLAN.unpack(raw)
+        kind, *rest = _PLAN.unpack(raw)
         try:
-            return cls(PlanKind(kind), ticket, item, *rest)
+            return cls(PlanKind(kind), *rest)
         except ValueError:
             raise RegionCorrupt(f"unknown plan kind {kind}") from None
 
@@ -99,7 +99,7 @@ class ReplyKind(IntEnum):
     FORWARDED = 4
 
 
-_REPLY: Final = struct.Struct("<IIQQIIQQ16sI60x")
+_REPLY: Final = struct.Struct("<IQIQIIIQQ16s60x")
 
 
 class Reply(NamedTuple):
@@ -108,7 +108,8 @@ class Reply(NamedTuple):
     LOADED: its tower works, and it has mapped every region. PREPARED: the item is prepared, or `error` says
     why not. ITEM_FAILED: of batch `batch`, this item has no rows. FORWARDED: the batch is through, and every
     row that its plan named is written, but for the items that failed; or, if `failed` is 1, the whole forward
-    raised. batch_key: equal for items that may share a forward.
+    raised, after this rank had entered `collectives` collectives. batch_key: equal for items that may share
+    a forward.
     """
 
     kind: ReplyKind
@@ -117,23 +118,21 @@ class Reply(NamedTuple):
     batch: int = 0
     error: int = 0
     failed: int = 0
+    collectives: int = 0
     error_value: int = 0
     error_limit: int = 0
     batch_key: bytes = bytes(BATCH_KEY_BYTES)
 
     def pack(self) -> bytes:
         """The 128-byte slot."""
-        return _REPLY.pack(
-            self.kind, self.item, self.ticket, self.batch, self.error, self.failed,
-            self.error_value, self.error_limit, self.batch_key, 0,
-        )  # fmt: skip
+        return _REPLY.pack(*self)
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
         """Parse a slot; RegionCorrupt for an unknown kind."""
-        kind, item, ticket, *rest, _ = _REPLY.unpack(raw)
+        kind, *rest = _REPLY.unpack(raw)
         try:
-            return cls(ReplyKind(kind), ticket, item, *rest)
+            return cls(ReplyKind(kind), *rest)
         except ValueError:
             raise RegionCorrupt(f"unknown reply kind {kind}") from None
 

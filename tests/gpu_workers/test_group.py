@@ -12,6 +12,7 @@ from gpu_workers.families.stub import StubFamily, stub_rows
 from gpu_workers.group import DataRanks, WeightsRanks
 from gpu_workers.jobs import InputRange, Item, Job
 from gpu_workers.leader import Leader
+from gpu_workers.own_forward import OwnForward
 from shm.errors import ErrorCode
 from shm.group import (
     GROUP_SLOT_COUNT,
@@ -29,6 +30,7 @@ from shm.segment import SegmentWriter, create_segment
 
 _GUARD_NS = 60_000_000_000
 ITEM_ROWS = 4
+ALONE = OwnForward(lambda: 0)  # enters no collective
 DATA = [f"stub rows={ITEM_ROWS} n={number}".encode() for number in range(4)]
 
 
@@ -144,7 +146,7 @@ def test_each_rank_is_told_where_the_rows_of_its_items_go(
 
 def test_the_ranks_forget_a_job_that_failed(rings: tuple[Leader, OtherRank], items: list[Item]) -> None:
     leader, other = rings
-    for ranks in (DataRanks(leader, StubFamily()), WeightsRanks(leader, StubFamily())):
+    for ranks in (DataRanks(leader, StubFamily()), WeightsRanks(leader, StubFamily(), ALONE)):
         ranks.forget(items[0].job)
         assert other.take() == Plan(PlanKind.FORGET, 5)
 
@@ -163,7 +165,7 @@ def test_ranks_that_share_weights_must_fare_alike(
     rings: tuple[Leader, OtherRank], items: list[Item], here: str, there: str
 ) -> None:
     leader, other = rings
-    ranks = WeightsRanks(leader, StubFamily())
+    ranks = WeightsRanks(leader, StubFamily(), ALONE)
 
     def attempt() -> list[Rows]:
         for item in items:

@@ -19,8 +19,8 @@ from shm.group import (
 )
 from shm.region import Backing, Region
 
-PLAN = Plan(PlanKind.ITEM, 1 << 40, 2, 3 << 30, 4, 5, 6, 7 << 33, 8, 9, 10)
-REPLY = Reply(ReplyKind.ITEM_FAILED, 1 << 40, 2, 3 << 33, 4, 1, 6 << 33, 7, bytes(range(16)))
+PLAN = Plan(PlanKind.ITEM, 1 << 40, 2, 3 << 30, 4, 5, 6, 7 << 33, 8, 9, 10, 11)
+REPLY = Reply(ReplyKind.ITEM_FAILED, 1 << 40, 2, 3 << 33, 4, 1, 5, 6 << 33, 7, bytes(range(16)))
 
 
 @pytest.fixture
