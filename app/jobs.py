@@ -1,7 +1,7 @@
 """What the HTTP half hands to the engine, and what it gets back.
 
-`app.encode` builds an EncodeJob for each admitted request; `app.engine` answers with an Encoded or raises
-one of `app.errors`. Nothing here has behaviour.
+`app.encode` and `app.session_request` build an EncodeJob for each admitted request; `app.engine` answers with
+an Encoded or raises one of `app.errors`, or tells a listener. Nothing here has behaviour.
 """
 
 from __future__ import annotations
