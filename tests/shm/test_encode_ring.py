@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import msgspec
 import pytest
 
 from shm.encode_call import EncodeRefused
@@ -22,7 +21,7 @@ from shm.layout import (
     SessionKind,
     SessionWait,
 )
-from shm.messages import RequestMetadata, SessionFault
+from shm.messages import SessionFault
 from shm.region import attach_region
 from shm.session import SessionRegions, create_session_regions, read_run
 from shm.submission_ring import SubmissionRing
@@ -95,18 +94,6 @@ def request(*items: bytes) -> Request:
 
 def encode(ring: EncodeRing, what: Request, timeout: float = PATIENCE_S) -> SessionCompletion:
     return ring.encode(what, SessionWait.READY, timeout)
-
-
-def test_a_request_is_laid_out_as_an_input_block() -> None:
-    items = [os.urandom(number) for number in (1, 63, 64, 5000)]
-    packed = pack_request([*items[:2], bytearray(items[2]), memoryview(items[3])], "video", "id é")
-    run = b"".join(packed.pieces)
-    assert len(run) == packed.nbytes
-    metadata = msgspec.msgpack.decode(run[: packed.metadata_bytes], type=RequestMetadata)
-    req_id = run[packed.metadata_bytes :][: packed.req_id_bytes].decode()
-    assert (metadata.modality, req_id) == ("video", "id é")
-    assert [run[source.offset :][: source.nbytes] for source in metadata.items] == items
-    assert all(source.offset % 64 == 0 for source in metadata.items)
 
 
 def test_the_bytes_and_the_terms_arrive_and_the_answer_comes_back(
