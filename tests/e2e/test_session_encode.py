@@ -71,7 +71,7 @@ def test_a_worker_that_dies_is_answered_as_over_http(stub: Daemon, stub_session:
     until(stub.http.all_ready, "all workers ready")
     with pytest.raises(EncodeRefused) as refused:
         stub_session.encode(stub_item(fault="exit-in-forward"))
-    assert refused.value.status == problem["status_code"] == 503
+    assert refused.value.status == problem["status_code"] == 422
     until(stub.http.all_ready, "all workers ready")
     with stub_session.encode(stub_item()) as view:
         view.check()
