@@ -164,6 +164,13 @@ def _add_worker_options(parser: argparse.ArgumentParser, defaults: ServeConfig) 
         help="how long an idle device waits for more items (default: it starts at once)",
     )
     group.add_argument("--preprocess-threads", type=int, default=defaults.preprocess_threads, metavar="N")
+    group.add_argument(
+        "--preprocess-device",
+        choices=("auto", "cpu", "device"),
+        default=defaults.preprocess_device,
+        help="where decoded pictures are resized and normalised: device is that of the tower; "
+        "auto is the same for the Qwen families on CUDA, else cpu",
+    )
     group.add_argument("--revision", default="", help="of a hub id")
     group.add_argument("--download-dir", default="", metavar="DIR", help="where hub ids are kept")
     group.add_argument(
@@ -258,6 +265,7 @@ def _serve_config(parsed: argparse.Namespace, checkpoint: str) -> ServeConfig:
         max_batch_patches=parsed.max_batch_patches,
         max_batch_wait_us=parsed.max_batch_wait_us,
         preprocess_threads=parsed.preprocess_threads,
+        preprocess_device=parsed.preprocess_device,
         max_pixels=parsed.max_pixels,
         rgba_background=parsed.rgba_background,
         media_options=parsed.mm_process_config,
