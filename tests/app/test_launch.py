@@ -25,6 +25,22 @@ def test_a_process_is_started_and_told_its_place_and_epoch(tmp_path: Path) -> No
     regions.close()
 
 
+def test_a_worker_keeps_its_heap_unless_the_environment_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "4096")
+    with Path("/dev/null").open() as nothing:
+        launcher = Launcher(serve_config(tmp_path), BOOT_ID, Backing.MEMFD, nothing.fileno())
+        regions = launcher.create_regions(place=0, epoch=1)
+        [(process, pidfd)] = launcher.spawn(regions)
+        given = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        process.wait()
+        os.close(pidfd)
+        regions.close()
+    assert f"MALLOC_TRIM_THRESHOLD_={1 << 30}".encode() in given
+    assert b"MALLOC_TOP_PAD_=4096" in given
+
+
 def test_memory_that_cannot_be_had_leaves_nothing_behind(tmp_path: Path) -> None:
     launcher = Launcher(serve_config(tmp_path, segment_bytes=1 << 50), BOOT_ID, Backing.MEMFD, -1)
     before = os.listdir("/proc/self/fd")
