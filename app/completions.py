@@ -19,7 +19,7 @@ from app.inflight import Outcome
 from app.jobs import Encoded, Timings
 from app.worker import LINK_SLOT_COUNT
 from shm.errors import ErrorCode, RegionCorrupt
-from shm.layout import NO_BLOCK, BlockState, Completion, CompletionKind
+from shm.layout import NO_BLOCK, SLOT_BYTES, BlockState, Completion, CompletionKind
 from shm.messages import Handle
 
 if TYPE_CHECKING:
@@ -114,20 +114,19 @@ class Completions:
 
     def _take(self, worker: Worker, limit: int) -> bool:
         """Take and settle up to limit records; whether the limit was reached."""
-        taken = 0
+        if not worker.is_trusted:
+            return False
+        slots = b""
         try:
-            while taken < limit and worker.is_trusted:
-                slot = worker.link.completions.try_take()
-                if slot is None:
-                    break
-                taken += 1
-                self._settle(worker, Completion.unpack(slot))
+            slots = worker.link.completions.take_many(limit, 0)
+            for record in Completion.unpack_many(slots):
+                self._settle(worker, record)
         except RegionCorrupt as corrupt:
             worker.distrust(str(corrupt))
-        if taken:
-            worker.outbox.flush()
+        if slots:
             self._on_progress()
-        return taken == limit
+            worker.outbox.flush_soon()  # what found the ring full
+        return len(slots) == limit * SLOT_BYTES
 
     def _arm(self, worker: Worker) -> bool:
         try:

@@ -173,6 +173,9 @@ class Session:
     def _answer_bell(self) -> None:
         with suppress(BlockingIOError):
             os.eventfd_read(self._regions.bell)
+        if self._is_open:
+            # The client cannot: it would ring for everything that it says until the drain is done.
+            self._regions.submissions.disarm()
         self._drain()
 
     def _drain(self) -> None:
@@ -187,31 +190,28 @@ class Session:
             self.end()
 
     def _take(self, limit: int) -> bool:
-        """Whether the limit was reached. Leases end last: the worker that has a new encode is awake already
-        when it is told of the free block, and need not be woken twice."""
-        released: list[int] = []
+        """Whether the limit was reached."""
         while limit > 0:
-            slot = self._regions.submissions.try_take()
-            if slot is None:
-                break
-            limit -= self._obey(SessionDescriptor.unpack(slot), released)
-        for lease in released:
-            # One that is not this session's is ignored.
-            self._leases.release_held(self._holder, lease)
-        return limit <= 0
+            slots = self._regions.submissions.take_many(-(-limit // ENCODE_WEIGHT), 0)
+            if not slots:
+                return False
+            for descriptor in SessionDescriptor.unpack_many(slots):
+                limit -= self._obey(descriptor)
+        return True
 
-    def _obey(self, descriptor: SessionDescriptor, released: list[int]) -> int:
-        """Do it, or note what is released; what it weighs."""
-        match descriptor.kind:
-            case SessionKind.RELEASE:
-                released.append(descriptor.lease)
-            case SessionKind.ENCODE:
-                self.encodes.begin(descriptor)
-                return ENCODE_WEIGHT
-            case SessionKind.CANCEL:
-                self.encodes.cancel(descriptor.request)
-            case kind:
-                raise RegionCorrupt(f"unknown session descriptor kind {kind}")
+    def _obey(self, descriptor: SessionDescriptor) -> int:
+        """Do it; what it weighs."""
+        kind = descriptor.kind
+        if kind == SessionKind.RELEASE:
+            # One that is not this session's is ignored.
+            self._leases.release_held(self._holder, descriptor.lease)
+        elif kind == SessionKind.ENCODE:
+            self.encodes.begin(descriptor)
+            return ENCODE_WEIGHT
+        elif kind == SessionKind.CANCEL:
+            self.encodes.cancel(descriptor.request)
+        else:
+            raise RegionCorrupt(f"unknown session descriptor kind {kind}")
         return 1
 
 

@@ -9,6 +9,7 @@ Region header, 128 bytes, written by the region's creator before anyone else map
 """
 
 import struct
+from collections.abc import Iterator
 from enum import IntEnum, unique
 from typing import Final, NamedTuple, Self
 
@@ -298,6 +299,7 @@ class CompletionKind(IntEnum):
     FAILED = 3
 
 
+_COMPLETION_KINDS: Final = {int(kind): kind for kind in CompletionKind}
 _COMPLETION: Final = struct.Struct("<IIQQQQIIIIIIQQIIIII28x")
 
 
@@ -340,12 +342,16 @@ class Completion(NamedTuple):
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
         """Parse a slot; RegionCorrupt for an unknown kind."""
-        kind, block, ticket, *rest = _COMPLETION.unpack(raw)
-        try:
-            known = CompletionKind(kind)
-        except ValueError:
-            raise RegionCorrupt(f"unknown completion kind {kind}") from None
-        return cls(known, ticket, block, *rest)
+        return next(cls.unpack_many(raw))
+
+    @classmethod
+    def unpack_many(cls, slots: bytes) -> Iterator[Self]:
+        """Parse slots one behind the other; RegionCorrupt at the first of an unknown kind."""
+        for kind, block, ticket, *rest in _COMPLETION.iter_unpack(slots):
+            known = _COMPLETION_KINDS.get(kind)
+            if known is None:
+                raise RegionCorrupt(f"unknown completion kind {kind}")
+            yield cls(known, ticket, block, *rest)
 
 
 NO_BLOCK: Final = 0xFFFFFFFF
@@ -402,10 +408,13 @@ class SessionDescriptor(NamedTuple):
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
         """Parse without judging: every field may be anything."""
-        kind, wait, lease, request, offset, nbytes, deadline_ns, metadata_bytes, req_id_bytes = (
-            _SESSION_DESCRIPTOR.unpack(raw)
-        )
-        return cls(kind, lease, request, offset, nbytes, deadline_ns, metadata_bytes, req_id_bytes, wait)
+        return next(cls.unpack_many(raw))
+
+    @classmethod
+    def unpack_many(cls, slots: bytes) -> Iterator[Self]:
+        """Parse slots one behind the other, without judging."""
+        for kind, wait, *rest in _SESSION_DESCRIPTOR.iter_unpack(slots):
+            yield cls(kind, *rest, wait)
 
 
 assert _SESSION_DESCRIPTOR.size == SLOT_BYTES

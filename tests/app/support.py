@@ -142,6 +142,7 @@ class HandWorker:
 
     def taken(self) -> list[Submission]:
         """What control has said since the last call."""
+        self.worker.outbox.flush()  # the turn of the loop may not be over
         slots = iter(self.link.submissions.try_take, None)
         return [Submission.unpack(slot) for slot in slots]
 

@@ -27,5 +27,6 @@ async def test_an_impossible_cursor_is_the_workers_end_and_not_ours() -> None:
         hand.store_link_word(consumer_side, 1 << 60)
         for number in range(LINK_SLOT_COUNT + 1):
             hand.worker.outbox.send(Submission(SubmissionKind.RECLAIM, block=number))
+        hand.worker.outbox.flush()
         assert not hand.worker.is_trusted
         assert hand.worker.outbox.backlog > 0
