@@ -13,7 +13,9 @@ from typing import Final
 
 from gpu_workers.errors import RanksDisagree
 
-_LOOK_SECONDS: Final = 0.02  # nobody rings when a collective is entered
+# How often `watch` looks at the count, since torch rings nobody when a collective is entered. It looks only
+# while another rank's forward has failed and this one's has not ended: no time is spent otherwise.
+_LOOK_SECONDS: Final = 0.02
 
 
 class OwnForward:

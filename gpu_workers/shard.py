@@ -34,16 +34,20 @@ logger = logging.getLogger(__name__)
 
 # Longer than control lets any start or step take: control ends a group that hangs, this ends the wait.
 _COLLECTIVE_LIMIT: Final = timedelta(minutes=15)
+# torch 2.14 counts collectives for its own flight recorder alone, and under a name that any version may drop:
+# own_forward.py cannot do without, so weights mode is refused where it is gone.
+_COUNT_OF_COLLECTIVES: Final = "_get_sequence_number_for_group"
 
 
 def meet(config: WorkerConfig) -> None:
     """Open the collectives of this group: NCCL between CUDA devices, gloo otherwise; all on this host.
 
     The ranks find each other through a memfd that only they have, so there is no port to guess and no file.
-    ConfigurationError for a tower without weights.
+    ConfigurationError for a tower without weights, and of a torch that counts no collectives.
     """
     if config.tower == "stub":
         raise ConfigurationError("the stub tower has no weights to share: only tp_mode data works")
+    refuse_without_count(distributed.ProcessGroup)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     device = torch.device(config.device)
@@ -60,11 +64,18 @@ def meet(config: WorkerConfig) -> None:
     )
 
 
+def refuse_without_count(group_class: type) -> None:
+    """ConfigurationError if groups of this class do not count their collectives."""
+    if not hasattr(group_class, _COUNT_OF_COLLECTIVES):
+        raise ConfigurationError(
+            f"torch {torch.__version__} does not count collectives ({_COUNT_OF_COLLECTIVES} is gone), "
+            f"so a rank cannot tell that another has failed: {DATA_MODE_HINT}"
+        )
+
+
 def collectives_entered() -> int:
     """How many collectives this process has entered since the ranks met. Any thread."""
-    group = distributed.group.WORLD
-    assert group is not None, "the ranks have met"
-    return int(group._get_sequence_number_for_group())
+    return int(getattr(distributed.group.WORLD, _COUNT_OF_COLLECTIVES)())
 
 
 def share_weights(model: nn.Module, device: torch.device) -> None:
@@ -169,8 +180,8 @@ def _tensor(output: Any) -> torch.Tensor:
 
 
 def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """As a share of expected's length; infinite where they are not even of one shape."""
+    """As a share of expected's length, or of 1 if that is 0; infinite where not even the shapes agree."""
     if found.shape != expected.shape:
         return float("inf")
-    length = expected.double().norm()
-    return float((found.double() - expected.double()).norm() / length) if length else 0.0
+    length = float(expected.double().norm())
+    return float((found.double() - expected.double()).norm()) / (length or 1.0)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gpu_workers.errors import ConfigurationError
-from gpu_workers.shard import compare_first_call, split_heads
+from gpu_workers.shard import compare_first_call, refuse_without_count, split_heads
 from gpu_workers.sharing_plan import plan_shares
 from tests.gpu_workers.conftest import TinyCheckpoints
 from tests.gpu_workers.sharing_rank import WORLD_SIZE
@@ -25,7 +25,7 @@ FAMILIES = ("qwen3_vl", "qwen2_5_omni", "glmasr", "gemma3n", "llava", "internvl"
 RELATIVE_ROUNDING = 1e-5
 
 
-class Attention(nn.Module):
+class Attention(nn.Module):  # type: ignore[misc]
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.num_heads = heads
@@ -33,7 +33,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
 
-class Mlp(nn.Module):
+class Mlp(nn.Module):  # type: ignore[misc]
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
         self.linear_fc1 = nn.Linear(width, inner)
@@ -43,14 +43,14 @@ class Mlp(nn.Module):
         return self.linear_fc2(self.linear_fc1(hidden).relu())
 
 
-class Block(nn.Module):
+class Block(nn.Module):  # type: ignore[misc]
     def __init__(self, width: int, heads: int, inner: int) -> None:
         super().__init__()
         self.attn = Attention(width, heads)
         self.mlp = Mlp(width, inner)
 
 
-class Grouped(nn.Module):
+class Grouped(nn.Module):  # type: ignore[misc]
     """As many q as the width has, fewer k and v."""
 
     def __init__(self, heads: int, of_values: int) -> None:
@@ -111,9 +111,21 @@ def test_a_module_that_gives_other_numbers_with_its_layers_split_is_refused_at_i
     compare_first_call("tower.mlp", module, Mlp(4, 6).requires_grad_(False))
     with pytest.raises(ConfigurationError, match=r"^tower.mlp \(Mlp\) gives other numbers .*--tp-mode data"):
         module(torch.ones(1, 4))
+    whole = copy.deepcopy(module)
+    whole.linear_fc2.weight.zero_()
+    whole.linear_fc2.bias.zero_()
+    compare_first_call("tower.mlp", module, whole)
+    with pytest.raises(ConfigurationError, match="gives other numbers"):
+        module(torch.ones(1, 4))
     compare_first_call("tower.mlp", module, copy.deepcopy(module))
     with pytest.raises(ConfigurationError, match=r"^tower.mlp \(Mlp\) does not work with shared weights"):
         module(torch.ones(1, 5))
+
+
+def test_a_torch_that_does_not_count_collectives_is_refused() -> None:
+    refuse_without_count(torch.distributed.ProcessGroup)
+    with pytest.raises(ConfigurationError, match=r"does not count collectives .*: --tp-mode data works"):
+        refuse_without_count(object)
 
 
 def test_ranks_that_share_a_tower_give_the_rows_of_one(
