@@ -65,9 +65,19 @@ def make_checkpoint(
     draft.config.encoderd_seed = seed
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = draft.model_class(draft.config).to(getattr(torch, dtype))
+        model = draft.model_class(draft.config)
+        _draw_zeros(model)
+    model = model.to(getattr(torch, dtype))
     model.save_pretrained(directory)
     draft.processor.save_pretrained(directory)
+
+
+def _draw_zeros(model: torch.nn.Module) -> None:
+    """Draw the matrices that classes start at zero: Gemma 3's projection would make all rows zeros, which
+    are right whatever came before it."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.02)
 
 
 def _recipe(family: str) -> Recipe:

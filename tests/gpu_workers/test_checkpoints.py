@@ -50,6 +50,7 @@ def test_a_tiny_checkpoint_is_whole(tiny_checkpoints: TinyCheckpoints, family: s
     assert (config["model_type"], config["encoderd_seed"]) == (model_type, 11)
     assert transformers.AutoProcessor.from_pretrained(directory).tokenizer is not None
     assert sum(path.stat().st_size for path in directory.iterdir()) < 2_000_000
+    assert all(weight.any() for weight in weights(directory).values() if weight.dim() > 1)
 
 
 @pytest.mark.parametrize("family", sorted(OWN_CODE))
