@@ -168,9 +168,13 @@ class Completions:
     def _ready(self, worker: Worker, attempt: Attempt, record: Completion) -> None:
         """The block is whole: everybody who waits has a lease on it. It goes back if nobody does, because
         all have left or because another attempt was first."""
-        block = attempt.block or worker.segment.admit(record, attempt)
-        worker.segment.confirm(block, record, BlockState.READY)
         flight = attempt.flight
+        if attempt.block is None:  # the usual case: nobody waited for its shape
+            block = worker.segment.admit(record, attempt)
+            self._inflight.costs.learn(flight.job, block.rows)
+        else:
+            block = attempt.block
+            worker.segment.confirm(block, record, BlockState.READY)
         self._inflight.attempt_ended(attempt)
         worker.has_served = True
         block.attempt = None

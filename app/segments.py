@@ -15,13 +15,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from app.room import ExpectedRun
 from shm.errors import RegionCorrupt
-from shm.layout import BlockHeader, BlockState, Completion, Dtype, Submission, SubmissionKind, page_align
+from shm.layout import (
+    BlockHeader,
+    BlockState,
+    Completion,
+    CompletionKind,
+    Dtype,
+    Submission,
+    SubmissionKind,
+    page_align,
+)
 from shm.messages import BlockMetadata, SegmentGrant
 from shm.region import Backing, Region, punch_hole, reopen_read_only, seal_against_writers
 from shm.segment import SegmentReader, SegmentRecovery
@@ -33,6 +42,12 @@ if TYPE_CHECKING:
 PUNCH_STEP_BYTES = 16 << 20
 
 logger = logging.getLogger(__name__)
+# A record may be older than what the header says by now: a SHAPE_KNOWN is followed by the end.
+_REPORTED_STATES: Final[dict[CompletionKind, tuple[BlockState, ...]]] = {
+    CompletionKind.SHAPE_KNOWN: (BlockState.FILLING, BlockState.READY, BlockState.FAILED),
+    CompletionKind.READY: (BlockState.READY,),
+    CompletionKind.FAILED: (),
+}
 _decode_metadata = msgspec.msgpack.Decoder(BlockMetadata).decode
 
 
@@ -102,8 +117,8 @@ class Segment:
         if record.block in self.blocks:
             raise RegionCorrupt(f"block {record.block} was reported while it is in use")
         header = self._header_of(record)
-        if header.state not in (BlockState.FILLING, BlockState.READY, BlockState.FAILED):
-            raise RegionCorrupt(f"block {record.block} was reported but is not in use")
+        if header.state not in _REPORTED_STATES[record.kind]:
+            raise RegionCorrupt(f"block {record.block} is reported {record.kind.name}, but not by its header")
         _check_shape(record, header)
         metadata = self._metadata_of(header, attempt.flight.job.item_count)
         run_offset = header.offset - page_align(header.metadata_bytes)

@@ -136,7 +136,7 @@ class Worker:
         self.outbox.send(Submission(SubmissionKind.CANCEL, ticket=attempt.ticket))
 
     def shape_known(self, attempt: Attempt, block: Block) -> None:
-        """The attempt has a block, whose rows are what it costs."""
+        """The attempt has a block, whose rows are what it costs. Not called for one that is READY at once."""
         attempt.block = block
         self.outstanding_cost += block.rows - attempt.cost
         attempt.cost = block.rows

@@ -98,7 +98,7 @@ class Backlog:
             return None
 
     def admit(self, *jobs: Job, at_once: bool = False) -> list[Item]:
-        """Let the items of open jobs go on: each has a block, and its SHAPE_KNOWN is published.
+        """Let the items of open jobs go on: each has a block, and `Publisher.shapes_known` has heard of it.
 
         at_once: the caller prepares the items itself whose plan says so; they are returned, taken already.
         """

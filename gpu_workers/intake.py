@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _SPACE_WAIT_NS: Final = 5_000_000_000  # a job waits this long for reclaim, then fails with SEGMENT_FULL
 _RUN_SLOTS: Final = 32  # descriptors taken together: the first one waits for the last one's headers
-_TICK_NS: Final = 100_000_000  # how often time-outs are looked at
+_TICK_NS: Final = 100_000_000  # how often time-outs are looked at, and kept back shapes told
 
 
 class _WaitingForSpace(NamedTuple):
@@ -239,6 +239,7 @@ class Intake:
         """Look at the clock: deadlines of the backlog, and both limits of those that wait for space."""
         now_ns = time.monotonic_ns()
         self._next_tick_ns = now_ns + _TICK_NS
+        self._publisher.tell_shapes()
         self._backlog.drop_expired()
         for entry in self._waiting:
             if entry.until_ns <= now_ns and entry.job.error is None:

@@ -1,7 +1,9 @@
 """What readers and control get to see of a job: block headers and completion records, in the right order.
 
 A block's header always changes before the record that tells of it: whoever has the record finds the header.
-Which job may be published when is the caller's affair (intake for SHAPE_KNOWN, backlog for the rest).
+Which job may be published when is the caller's affair (intake for SHAPE_KNOWN, backlog for the rest). A shape
+that nobody waits for is no record of its own while its READY is about to follow: it is kept back until
+`tell_shapes`, and never told if the ticket ends before.
 """
 
 import logging
@@ -29,10 +31,19 @@ class Publisher:
         self._link = link
         self._faults = faults
         self._lock = threading.Lock()  # the ring has one producer, this worker has many threads
+        self._untold: dict[int, Job] = {}  # by ticket: their SHAPE_KNOWN is kept back
 
     def shapes_known(self, jobs: list[Job]) -> None:
-        """The jobs' blocks are FILLING and their metadata runs are written."""
-        self._publish([_record(job, CompletionKind.SHAPE_KNOWN) for job in jobs])
+        """The jobs' blocks are FILLING and their metadata runs are written. Before any of them can end."""
+        with self._lock:
+            self._untold.update((job.ticket, job) for job in jobs if not job.is_streamed)
+            self._publish([_record(job, CompletionKind.SHAPE_KNOWN) for job in jobs if job.is_streamed])
+
+    def tell_shapes(self) -> None:
+        """Publish what `shapes_known` kept back: control accounts for work that takes longer by its rows."""
+        with self._lock:
+            untold, self._untold = self._untold, {}
+            self._publish([_record(job, CompletionKind.SHAPE_KNOWN) for job in untold.values()])
 
     def rows(self, job: Job, rows_ready: int) -> None:
         """The first rows_ready rows are in the block: readers may use them."""
@@ -40,14 +51,19 @@ class Publisher:
 
     def ended(self, jobs: list[Job]) -> None:
         """Each job has failed, or all its rows are in its block: its ticket ends."""
-        self._publish([self._end(job) for job in jobs])
+        records = [self._end(job) for job in jobs]
+        with self._lock:
+            for job in jobs:
+                self._untold.pop(job.ticket, None)
+            self._publish(records)
         for job in jobs:
             if job.error is None:
                 self._faults.reach(FaultPoint.EXIT_AFTER_READY, job.asked_faults)
 
     def refused(self, ticket: int, error: ItemError, item_index: int = 0) -> None:
         """A ticket that never became a job ends with this error."""
-        self._publish([_refusal(ticket, error, item_index)])
+        with self._lock:
+            self._publish([_refusal(ticket, error, item_index)])
 
     def _end(self, job: Job) -> Completion:
         """The last change of the job's block, and the record that tells of it."""
@@ -68,13 +84,12 @@ class Publisher:
         )
 
     def _publish(self, records: list[Completion]) -> None:
-        """All together, so that control is woken once."""
+        """All together, so that control is woken once. Holds the lock."""
         if not records:
             return
-        run = b"".join(record.pack() for record in records)
-        with self._lock:
-            if self._link.completions.try_publish_many(run) < len(records):
-                raise CompletionRingFull(f"no slot for ticket {records[-1].ticket}")
+        run = b"".join([record.pack() for record in records])
+        if self._link.completions.try_publish_many(run) < len(records):
+            raise CompletionRingFull(f"no slot for ticket {records[-1].ticket}")
 
 
 def _refusal(ticket: int, error: ItemError, item_index: int) -> Completion:

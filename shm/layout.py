@@ -306,6 +306,8 @@ _COMPLETION: Final = struct.Struct("<IIQQQQIIIIIIQQIIIII28x")
 class Completion(NamedTuple):
     """Worker -> control. SHAPE_KNOWN once a block is FILLING; then READY or FAILED ends the ticket.
 
+    SHAPE_KNOWN is left out where the end comes soon, unless the submission was streamed: READY repeats it.
+
     A FAILED whose block field is NO_BLOCK never had one. A FAILED with a block: the block is in state
     FAILED and control reclaims it. Durations are microseconds, clamped to u32.
     """
@@ -413,8 +415,9 @@ class SessionDescriptor(NamedTuple):
     @classmethod
     def unpack_many(cls, slots: bytes) -> Iterator[Self]:
         """Parse slots one behind the other, without judging."""
-        for kind, wait, *rest in _SESSION_DESCRIPTOR.iter_unpack(slots):
-            yield cls(kind, *rest, wait)
+        for fields in _SESSION_DESCRIPTOR.iter_unpack(slots):
+            kind, wait, lease, request, offset, nbytes, deadline_ns, metadata_bytes, req_id_bytes = fields
+            yield cls(kind, lease, request, offset, nbytes, deadline_ns, metadata_bytes, req_id_bytes, wait)
 
 
 assert _SESSION_DESCRIPTOR.size == SLOT_BYTES

@@ -147,9 +147,13 @@ class Harness:
     # --- what control says ---
 
     def submit(
-        self, *items: bytes, modality: str = "image", deadline_seconds: float = _HANG_GUARD_SECONDS
+        self,
+        *items: bytes,
+        modality: str = "image",
+        deadline_seconds: float = _HANG_GUARD_SECONDS,
+        streamed: bool = False,
     ) -> int:
-        """Publish an ENCODE of these items. Its ticket."""
+        """Publish an ENCODE of these items. Its ticket. streamed: somebody waits for its shape."""
         sources: list[ItemSource] = []
         offset = 64 + 16 * len(items)
         for item in items:
@@ -162,6 +166,7 @@ class Harness:
             nbytes=offset,
             item_count=len(items),
             deadline_seconds=deadline_seconds,
+            streamed=streamed,
         )
 
     def submit_raw(
@@ -172,6 +177,7 @@ class Harness:
         nbytes: int,
         item_count: int,
         deadline_seconds: float = _HANG_GUARD_SECONDS,
+        streamed: bool = False,
     ) -> int:
         """Publish an ENCODE whose metadata may be anything."""
         block = self.arena.allocate(nbytes)
@@ -191,6 +197,7 @@ class Harness:
                 arena_nbytes=block.nbytes,
                 metadata_bytes=len(metadata),
                 item_count=item_count,
+                streamed=streamed,
             )
         )
         return ticket

@@ -42,9 +42,7 @@ def test_the_stub_tower_loads_no_model_library(worker: Harness) -> None:
 
 
 def test_an_item_ends_in_the_rows_that_its_bytes_determine(worker: Harness) -> None:
-    outcome = worker.outcome(b"any bytes")
-    end = outcome.end
-    assert outcome.shape_known is not None
+    end = worker.outcome(b"any bytes").end
     assert (end.kind, end.rows, end.dim, end.dtype) == (CompletionKind.READY, 16, 256, Dtype.FLOAT32)
     assert np.array_equal(worker.rows(end), stub_rows(b"any bytes"))
     assert worker.header(end).state == BlockState.READY
@@ -70,6 +68,19 @@ def test_sizes_are_known_while_the_block_is_still_being_filled(worker: Harness) 
     header = worker.header(shape)
     assert (header.state, header.rows, header.rows_ready) == (BlockState.FILLING, 2, 0)
     assert worker.metadata(shape).items[0].row_count == 2
+
+
+def test_a_streamed_requests_shape_is_told_at_once_and_first(worker: Harness) -> None:
+    outcome = worker.outcome(b"any bytes", streamed=True)
+    assert outcome.shape_known is not None
+    assert (outcome.shape_known.block, outcome.shape_known.rows) == (outcome.end.block, 16)
+
+
+def test_a_shape_that_nobody_waits_for_is_no_record_of_its_own_when_the_rows_are_there(
+    worker: Harness,
+) -> None:
+    told = [worker.outcome(b"quick %d" % number).shape_known for number in range(20)]
+    assert None in told, "most end before the next look at the clock"
 
 
 def test_rows_of_finished_items_are_readable_before_the_last_is_done(start_worker: StartWorker) -> None:
