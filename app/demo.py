@@ -26,11 +26,14 @@ SHARED_MEMORY = Path("/dev/shm")
 
 def run() -> int:
     """0: the rows are right and nothing is left. 1: not so. 130: ended by Ctrl-C or SIGTERM, nothing left."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupts = _Interrupts()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupts.handle)
     names_before = _shared_memory_names()
     try:
         with tempfile.TemporaryDirectory(prefix="encoderd-demo-") as directory:
             answer = _demonstrate(Path(directory))
+        interrupts.check()
         _require_nothing_left(names_before)
     except DemoFailed as failure:
         print(f"\nFAIL: {failure}", flush=True)
@@ -108,8 +111,21 @@ def _shared_memory_names() -> set[str]:
     return {path.name for path in SHARED_MEMORY.glob("encoderd-*")}
 
 
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+class _Interrupts:
+    """Signals as KeyboardInterrupt, and remembered: Python drops what is raised in its hooks at a fork."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def handle(self, _signal: int, _frame: FrameType | None) -> None:
+        """A signal handler."""
+        self._asked = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """KeyboardInterrupt if there was one that nobody saw."""
+        if self._asked:
+            raise KeyboardInterrupt
 
 
 @contextmanager

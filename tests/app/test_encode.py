@@ -97,11 +97,12 @@ def test_a_worker_error_becomes_a_problem_with_the_item(stub_daemon: Daemon) -> 
 def test_the_log_line_tells_sizes_and_never_media(stub_daemon: Daemon) -> None:
     item = b"stub rows=1 a-word-nobody-else-uses"
     stub_daemon.http.encode(item, req_id="logged", headers={"X-Request-Id": "id-of-the-log-test"})
-    (line,) = [
-        json.loads(line)
-        for line in stub_daemon.log().splitlines()
-        if line.startswith("{") and "id-of-the-log-test" in line
-    ]
+
+    def lines() -> list[str]:
+        return [line for line in stub_daemon.log().splitlines() if "id-of-the-log-test" in line]
+
+    until(lambda: stub_daemon.http.get("/livez").status == 200 and bool(lines()), "logged after the answer")
+    (line,) = map(json.loads, lines())
     assert (line["status"], line["req_id"], line["items"], line["rows"]) == (200, "logged", 1, 1)
     assert data_url(item)[-20:] not in stub_daemon.log()
 
