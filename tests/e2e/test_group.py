@@ -1,21 +1,20 @@
-"""Tensor-parallel groups: several ranks that behave as one worker, also when one of them dies or hangs."""
+"""Tensor-parallel groups: several ranks that behave as one worker, also when one of them dies or hangs.
+
+With the stub tower; test_group_towers.py has real ones.
+"""
 
 from __future__ import annotations
 
 import random
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from shm.client import connect
 from tests.e2e.client import until
 from tests.e2e.daemon import Daemon, open_pidfd, wait_end
 from tests.e2e.load import Judge, Load
-from tests.e2e.pictures import picture_bytes
 from tests.e2e.stub_items import check_rows, stub_item
 
 CLIENTS = 4
@@ -23,9 +22,6 @@ KILLS = 12
 DEATH_STATUSES = (503, 504)
 DATA = ("--tp-size", "2", "--tp-mode", "data")
 SMALL = ("--segment-size", "16MiB", "--arena-size", "96MiB")
-# float32 sums over two halves instead of one whole, through the tiny tower's four blocks
-RELATIVE_ROUNDING = 1e-5
-SIZES = ((56, 56), (112, 84), (84, 140), (196, 112))
 
 
 @pytest.fixture(scope="module")
@@ -134,66 +130,3 @@ def test_a_rank_that_stops_is_ended_with_its_group_by_the_stall_limit(groups: Da
             signal.pidfd_send_signal(pidfd, signal.SIGCONT)
         else:
             wait_back(groups, pid)
-
-
-# --- real towers ---
-
-
-def encode_all(daemon: Daemon) -> list[NDArray[np.float32]]:
-    """Rows of each picture alone, then of all together in one request."""
-    files = [picture_bytes(width, height, seed=width) for width, height in SIZES]
-    with connect(daemon.attach_socket) as session:
-        results = []
-        for items in [*([data] for data in files), files]:
-            with session.attach(daemon.http.encode(items).handle) as view:
-                results.append(view.numpy().copy())
-        return results
-
-
-def real_daemon(checkpoint: Path, *options: str) -> Daemon:
-    return Daemon(str(checkpoint), "--dtype", "float32", *SMALL, *options, workers=1)
-
-
-@pytest.fixture(scope="module")
-def one_rank(checkpoints: dict[str, Path]) -> list[NDArray[np.float32]]:
-    """What a worker of one process gives."""
-    with real_daemon(checkpoints["qwen2_5_vl"]) as daemon:
-        return encode_all(daemon)
-
-
-def assert_rounding(found: list[NDArray[np.float32]], expected: list[NDArray[np.float32]]) -> None:
-    for rows, right in zip(found, expected, strict=True):
-        assert np.linalg.norm(rows - right) <= RELATIVE_ROUNDING * np.linalg.norm(right)
-
-
-def test_data_mode_gives_the_numbers_of_one_rank(
-    checkpoints: dict[str, Path], one_rank: list[NDArray[np.float32]]
-) -> None:
-    with real_daemon(checkpoints["qwen2_5_vl"], *DATA) as daemon:
-        found = encode_all(daemon)
-    for rows, right in zip(found[:-1], one_rank[:-1], strict=True):
-        assert np.array_equal(rows, right), "a single item is the same forward on one rank"
-    assert_rounding(found, one_rank)
-
-
-def test_weights_mode_gives_the_numbers_of_one_rank_also_after_a_rank_was_killed(
-    checkpoints: dict[str, Path], one_rank: list[NDArray[np.float32]]
-) -> None:
-    with real_daemon(checkpoints["qwen2_5_vl"], "--tp-size", "2") as daemon:
-        assert_rounding(encode_all(daemon), one_rank)
-        assert "layers are shared by 2 ranks" in daemon.log()
-        [victim] = other_ranks(daemon)
-        files = [picture_bytes(width, height, seed=width) for width, height in SIZES]
-        with connect(daemon.attach_socket) as session, Load(daemon.http, CLIENTS) as load:
-            for _ in range(CLIENTS):
-                load.post(*files)
-            kill(victim)
-            for outcome in load.rest():
-                assert outcome.answer is not None, f"lost: {outcome.lost!r}"
-                if outcome.answer.status == 200:
-                    with session.attach(outcome.answer.handle) as view:
-                        assert_rounding([view.numpy().copy()], one_rank[-1:])
-                else:
-                    outcome.answer.check_problem(*DEATH_STATUSES)
-        wait_back(daemon, victim)
-        assert_rounding(encode_all(daemon), one_rank)
