@@ -14,6 +14,7 @@ setup(
                 "shm/csrc/block.c",
                 "shm/csrc/base64.c",
                 "shm/csrc/strings.c",
+                "shm/csrc/siphash.c",
             ],
             depends=["shm/csrc/layout.h", "shm/csrc/core.h", "shm/csrc/binding.h"],
             include_dirs=["shm/csrc"],

@@ -6,7 +6,7 @@ straight into it, in a thread and without the GIL when it is large.
 """
 
 import asyncio
-import hashlib
+import secrets
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from app.items import CompositeItem, Item
 from app.sources import InlineItem, LocalItem, RemoteItem, Source
 from app.tensors import TensorsContent, tensors_layout
 from app.threads import run_to_the_end
-from shm._core import base64_decode_into
+from shm._core import base64_decode_into, keyed_digest
 from shm.arena import InputArena, InputBlock
 from shm.layout import page_align
 from shm.messages import PARTED_KINDS, ItemKind, ItemSource, Part, RequestMetadata
@@ -34,6 +34,8 @@ INLINE_DECODE_BYTES: Final = 64 * 1024
 ITEM_ALIGNMENT_BYTES: Final = 64
 # base64 may be wrapped (CR, LF every 76 characters): room beyond 4/3 before it is refused unread.
 BASE64_SLACK: Final = 1.05
+# Of this process only: clients, who do not know it, cannot make two contents of one digest.
+_DIGEST_KEY: Final = secrets.token_bytes(16)
 Result = TypeVar("Result")
 
 
@@ -284,16 +286,15 @@ def check_item_bytes(index: int, nbytes: int, max_item_bytes: int) -> None:
 
 
 def content_digest(modality: str, items: Iterable[memoryview], shapes: Iterable[Shape] = ()) -> bytes:
-    """sha256 over the modality and every file, each after its length; and over what the items are, if any is
-    more than one file without options."""
-    digest = hashlib.sha256(modality.encode())
+    """Of the modality and every file, each after its length; and of what the items are, if any is more than
+    one file without options. Equal in this process for equal content alone: the digests are keyed."""
+    pieces: list[bytes | memoryview] = [modality.encode()]
     for item in items:
-        digest.update(len(item).to_bytes(8, "little"))
-        digest.update(item)
+        pieces += (len(item).to_bytes(8, "little"), item)
     described = [(shape.kind, shape.files, shape.options) for shape in shapes]
     if any(one != ("media", 1, {}) for one in described):
-        digest.update(msgspec.msgpack.encode(described, order="deterministic"))
-    return digest.digest()
+        pieces.append(msgspec.msgpack.encode(described, order="deterministic"))
+    return keyed_digest(_DIGEST_KEY, pieces)
 
 
 def _metadata(modality: str, shapes: list[Shape], offsets: list[int], sizes: list[int]) -> bytes:

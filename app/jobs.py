@@ -21,7 +21,7 @@ class EncodeJob(NamedTuple):
     """One request's media, packed and ready to be encoded.
 
     block holds [msgpack RequestMetadata, padded to a page][item bytes ...]; metadata_bytes is the length of
-    the msgpack alone. deadline_ns is on CLOCK_MONOTONIC. digest is sha256 over modality and items in order.
+    the msgpack alone. deadline_ns is on CLOCK_MONOTONIC. digest: `app.ingest.content_digest` of the items.
     The engine owns block from the call on: it frees it when the ticket ends, whatever the outcome.
     """
 

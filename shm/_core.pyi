@@ -12,7 +12,7 @@ A ring has two sides, which may lie in different regions (layout.h):
 BufferError where a buffer must be writable and is not.
 """
 
-from typing import Final
+from typing import Final, TypeVar
 
 from typing_extensions import Buffer
 
@@ -22,6 +22,8 @@ PRODUCER_SIDE_OVERHEAD_BYTES: Final = 128
 CONSUMER_SIDE_BYTES: Final = 256
 BLOCK_HEADER_BYTES: Final = 64
 BLOCK_STATE_FREE: Final = 0
+
+BufferPiece = TypeVar("BufferPiece", bound=Buffer)
 
 class Producer:
     """The publishing end of a ring. One per ring, one thread at a time."""
@@ -156,6 +158,11 @@ def find_long_strings(text: Buffer, min_bytes: int, /) -> list[tuple[int, int]]:
     """Where the strings of a JSON text are that have at least min_bytes, all printable ASCII and no escape:
     (start, end) of their content, in order, found without the GIL. Any text will do; what is not JSON has
     other strings."""
+
+def keyed_digest(key: Buffer, pieces: list[BufferPiece], /) -> bytes:
+    """SipHash-1-3 of all pieces as one text: 16 bytes, without the GIL where a piece is long. key: 16 bytes,
+    else ValueError. Whoever knows the key can make two texts of one digest; for anybody else two texts are
+    the same by chance alone: 2**64 of them for even odds. Pieces must not change meanwhile."""
 
 def set_parent_death_signal(signal: int, /) -> None:
     """prctl(PR_SET_PDEATHSIG). The caller checks getppid() afterwards."""

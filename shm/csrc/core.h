@@ -164,4 +164,19 @@ struct string_extent {
 size_t long_strings(const unsigned char *text, size_t nbytes, size_t min_bytes, struct string_extent *found,
                     size_t capacity);
 
+/* --- siphash.c --- */
+
+#define SIPHASH_BYTES 16 /* of a key, and of a digest */
+
+struct siphash {
+    uint64_t v[4];
+    uint64_t word;   /* the bytes of the word under way, low ones first */
+    uint64_t nbytes; /* so far */
+};
+
+/* One digest: begin, update for each piece, end. The pieces' borders do not count. Each byte is read once. */
+void siphash_begin(struct siphash *hash, const unsigned char key[SIPHASH_BYTES]);
+void siphash_update(struct siphash *hash, const unsigned char *bytes, size_t nbytes);
+void siphash_end(struct siphash *hash, unsigned char digest[SIPHASH_BYTES]);
+
 #endif

@@ -1,4 +1,4 @@
-/* module.c - shm._core: the module, argument checks, and its functions on headers, words, base64 and strings. */
+/* module.c - shm._core: the module, argument checks, and its functions on headers, words, base64, strings and digests. */
 #include "binding.h"
 
 #include <errno.h>
@@ -400,6 +400,51 @@ static PyObject *set_parent_death_signal(PyObject *Py_UNUSED(module), PyObject *
     Py_RETURN_NONE;
 }
 
+/* --- digests --- */
+
+/* A piece of less is hashed sooner than the interpreter's lock is given away and had back. */
+#define HASH_HOLDING_LOCK_BYTES 4096
+
+static bool hash_pieces(PyObject *pieces, struct siphash *hash)
+{
+    Py_ssize_t count = PyList_Size(pieces);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Py_buffer piece;
+        PyObject *buffer = PyList_GetItem(pieces, i);
+        if (buffer == NULL || PyObject_GetBuffer(buffer, &piece, PyBUF_SIMPLE) != 0)
+            return false;
+        if (piece.len < HASH_HOLDING_LOCK_BYTES) {
+            siphash_update(hash, piece.buf, (size_t)piece.len);
+        } else {
+            Py_BEGIN_ALLOW_THREADS
+            siphash_update(hash, piece.buf, (size_t)piece.len);
+            Py_END_ALLOW_THREADS
+        }
+        PyBuffer_Release(&piece);
+    }
+    return count >= 0;
+}
+
+static PyObject *keyed_digest(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *pieces;
+    Py_buffer key;
+    if (!PyArg_ParseTuple(args, "y*O!:keyed_digest", &key, &PyList_Type, &pieces))
+        return NULL;
+    struct siphash hash;
+    bool right_size = key.len == SIPHASH_BYTES;
+    if (right_size)
+        siphash_begin(&hash, key.buf);
+    else
+        PyErr_SetString(PyExc_ValueError, "a digest's key has 16 bytes");
+    PyBuffer_Release(&key);
+    if (!right_size || !hash_pieces(pieces, &hash))
+        return NULL;
+    unsigned char digest[SIPHASH_BYTES];
+    siphash_end(&hash, digest);
+    return PyBytes_FromStringAndSize((const char *)digest, sizeof digest);
+}
+
 /* --- the module --- */
 
 #define WITH_KEYWORDS(function) \
@@ -416,6 +461,7 @@ static PyMethodDef functions[] = {
     WITH_KEYWORDS(word_store),
     WITH_KEYWORDS(base64_decode_into),
     {"base64_decoded_bytes", base64_decoded_bytes, METH_O, "See _core.pyi."},
+    {"keyed_digest", keyed_digest, METH_VARARGS, "See _core.pyi."},
     {"find_long_strings", find_long_strings, METH_VARARGS, "See _core.pyi."},
     {"set_parent_death_signal", set_parent_death_signal, METH_O, "See _core.pyi."},
     {NULL, NULL, 0, NULL},

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
 import os
 import secrets
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import safetensors.numpy
 
 from app.errors import InvalidItem, ItemRefused, ItemTooLarge, MemoryFull, RequestError
 from app.fetch import MediaFetcher
-from app.ingest import Ingest
+from app.ingest import Ingest, content_digest
 from app.items import Item, parse_items
 from app.sources import InlineItem, LocalItem, RemoteItem
 from app.threads import run_to_the_end
@@ -65,10 +66,24 @@ def pack(arena: InputArena, items: list[Item], settings: Any = SETTINGS) -> tupl
 
 
 def digest_of(*contents: bytes) -> bytes:
-    digest = hashlib.sha256(b"image")
-    for content in contents:
-        digest.update(len(content).to_bytes(8, "little") + content)
-    return digest.digest()
+    return content_digest("image", [memoryview(content) for content in contents])
+
+
+def test_a_digest_tells_modality_borders_and_order_of_the_contents() -> None:
+    sequences = [(b"ab", b"c"), (b"a", b"bc"), (b"c", b"ab"), (b"abc",), (b"ab", b"c", b"")]
+    digests = {digest_of(*contents) for contents in sequences}
+    digests.add(content_digest("video", [memoryview(b"abc")]))
+    assert len(digests) == 6
+    assert digest_of(b"ab", b"c") in digests
+
+
+def test_another_process_has_other_digests() -> None:
+    script = (
+        "from app.ingest import content_digest; print(content_digest('image', [memoryview(b'ab')]).hex())"
+    )
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert len(finished.stdout.strip()) == 32
+    assert finished.stdout.strip() != digest_of(b"ab").hex()
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3, 1, 2), (100_000, 7), (700_000, 700_000), (5,) * 300])
