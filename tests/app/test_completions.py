@@ -104,6 +104,32 @@ async def test_ready_without_a_shape_before_it_is_enough() -> None:
 
 
 @on_loop
+async def test_a_ready_without_a_shape_settles_all_that_its_ticket_cost() -> None:
+    async with scene() as here:
+        _, waiter, ticket = here.submit()
+        assert here.hand.worker.shapeless == 1
+        filling = here.hand.fill()
+        filling.ready()
+        here.hand.report(record_of(CompletionKind.READY, ticket, filling))
+        here.drain()
+        await waiter
+        assert (here.hand.worker.shapeless, here.hand.worker.outstanding_cost) == (0, 0)
+        assert here.hand.segment.used_bytes == 8192, "metadata and payload: a page each"
+
+
+@on_loop
+async def test_a_ready_without_a_shape_whose_block_is_still_filling_condemns_the_worker() -> None:
+    async with scene() as here:
+        flight, waiter, ticket = here.submit()
+        here.hand.report(record_of(CompletionKind.READY, ticket, here.hand.fill()))
+        here.drain()
+        assert here.is_condemned
+        assert not waiter.done()
+        assert here.hand.segment.blocks == {}
+        flight.leave(waiter)
+
+
+@on_loop
 async def test_who_waits_for_the_shape_has_it_before_the_rows() -> None:
     async with scene() as here:
         flight, waiter, ticket = here.submit(wait="shape")
