@@ -134,8 +134,8 @@ class CudaDevice:
         torch.cuda.empty_cache()
 
     def _pin(self, segment: Region) -> None:
-        # No flags: this mapping is writable (cudaHostRegisterReadOnly would forbid the copies), and a worker has
-        # one device and so one context (cudaHostRegisterPortable is for more).
+        # No flags: this mapping is writable (cudaHostRegisterReadOnly would forbid the copies), and a worker
+        # has one device and so one context (cudaHostRegisterPortable is for more).
         address = torch.frombuffer(segment.view, dtype=torch.uint8).data_ptr()
         status = int(torch.cuda.cudart().cudaHostRegister(address, segment.size_bytes, 0))
         if status != 0:
