@@ -1,5 +1,8 @@
 /* base64.c - strict RFC 4648 section 4 decoding. Padding may be absent; CR, LF, tab and blank are skipped. */
 #include <string.h>
+#ifdef __x86_64__
+#include <tmmintrin.h>
+#endif
 
 #include "core.h"
 
@@ -66,9 +69,60 @@ static inline bool decode_eight(const unsigned char *source, unsigned char *targ
     return true;
 }
 
+#ifdef __x86_64__
+/* Sixteen characters to twelve bytes, as Wojciech Mula does it: the upper half of a character chooses what to add to it, both halves together whether it is in the
+ * alphabet. How many groups were done: up to the first with another character. */
+__attribute__((target("ssse3"))) static size_t decode_sixteens(
+    const unsigned char *source, unsigned char *target, size_t groups)
+{
+    const __m128i low_classes = _mm_setr_epi8(0x15, 0x11, 0x11, 0x11, 0x11, 0x11, 0x11, 0x11, 0x11, 0x11, 0x13,
+                                              0x1A, 0x1B, 0x1B, 0x1B, 0x1A);
+    const __m128i high_classes = _mm_setr_epi8(0x10, 0x10, 0x01, 0x02, 0x04, 0x08, 0x04, 0x08, 0x10, 0x10, 0x10,
+                                               0x10, 0x10, 0x10, 0x10, 0x10);
+    const __m128i shifts = _mm_setr_epi8(0, 16, 19, 4, -65, -65, -71, -71, 0, 0, 0, 0, 0, 0, 0, 0);
+    const __m128i order = _mm_setr_epi8(2, 1, 0, 6, 5, 4, 10, 9, 8, 14, 13, 12, -1, -1, -1, -1);
+    const __m128i slash = _mm_set1_epi8(0x2F);
+    for (size_t done = 0; done < groups; done++) {
+        __m128i text = _mm_loadu_si128((const __m128i *)(source + 16 * done));
+        __m128i high = _mm_and_si128(_mm_srli_epi32(text, 4), slash);
+        __m128i low_class = _mm_shuffle_epi8(low_classes, _mm_and_si128(text, slash));
+        __m128i high_class = _mm_shuffle_epi8(high_classes, high);
+        __m128i odd = _mm_cmpgt_epi8(_mm_and_si128(low_class, high_class), _mm_setzero_si128());
+        if (_mm_movemask_epi8(odd) != 0)
+            return done;
+        __m128i is_slash = _mm_cmpeq_epi8(text, slash);
+        __m128i values = _mm_add_epi8(text, _mm_shuffle_epi8(shifts, _mm_add_epi8(is_slash, high)));
+        __m128i pairs = _mm_maddubs_epi16(values, _mm_set1_epi32(0x01400140));
+        __m128i fours = _mm_madd_epi16(pairs, _mm_set1_epi32(0x00011000));
+        __m128i bytes = _mm_shuffle_epi8(fours, order);
+        int32_t last = _mm_cvtsi128_si32(_mm_srli_si128(bytes, 8));
+        _mm_storel_epi64((__m128i *)(target + 12 * done), bytes);
+        memcpy(target + 12 * done + 8, &last, sizeof last);
+    }
+    return groups;
+}
+
+/* As many as there is room for. Their number; 0 on a processor without SSSE3. */
+static size_t plain_sixteens(const unsigned char *source, size_t nbytes, unsigned char *target, size_t room)
+{
+    size_t groups = room / 12 < nbytes / 16 ? room / 12 : nbytes / 16;
+    return groups > 0 && __builtin_cpu_supports("ssse3") ? decode_sixteens(source, target, groups) : 0;
+}
+#else
+static size_t plain_sixteens(const unsigned char *source, size_t nbytes, unsigned char *target, size_t room)
+{
+    (void)source, (void)nbytes, (void)target, (void)room;
+    return 0;
+}
+#endif
+
 /* Whole groups of eight characters without anything to skip, while there is room for their six bytes. */
 static void decode_plain_run(struct decoder *decoder)
 {
+    size_t sixteens = plain_sixteens(decoder->source + decoder->position, decoder->end - decoder->position,
+                                     decoder->target + decoder->written, decoder->room - decoder->written);
+    decoder->position += 16 * sixteens;
+    decoder->written += 12 * sixteens;
     const unsigned char *source = decoder->source + decoder->position;
     unsigned char *target = decoder->target + decoder->written;
     size_t groups = (decoder->end - decoder->position) / 8;

@@ -43,6 +43,21 @@ def test_every_group_of_six_bits_decodes() -> None:
     assert decode(base64.b64encode(data)) == data
 
 
+@pytest.mark.parametrize("place", range(32))
+def test_every_character_is_decoded_skipped_or_refused_wherever_it_is(place: int) -> None:
+    for character in range(256):
+        text = bytearray(b"Zk" * 16)
+        text[place] = character
+        if chr(character).isalnum() and character < 0x80 or character in b"+/":
+            assert decode(bytes(text)) == base64.b64decode(text)
+        elif character in b" \t\r\n=":
+            assert character == ord("=") or decode(bytes(text)) == decode(
+                text.replace(bytes([character]), b"")
+            )
+        else:
+            assert f"alphabet at position {place}" in refusal(bytes(text))
+
+
 def test_line_breaks_and_blanks_are_skipped_wherever_they_are() -> None:
     data = bytes(range(256))
     assert decode(base64.encodebytes(data)) == data
