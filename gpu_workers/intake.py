@@ -28,7 +28,7 @@ from gpu_workers.request import MalformedRequest, media_item, read_metadata
 from gpu_workers.threads import start_thread
 from shm.arena import ArenaReader
 from shm.errors import ErrorCode
-from shm.layout import SLOT_BYTES, Submission, SubmissionKind, WorkerState
+from shm.layout import Submission, SubmissionKind, WorkerState
 from shm.link import WorkerLink
 from shm.segment import SegmentWriter
 
@@ -104,8 +104,7 @@ class Intake:
     def _take_up(self, run: bytes) -> None:
         """Descriptors, one behind the other."""
         jobs: list[Job] = []
-        for start in range(0, len(run), SLOT_BYTES):
-            submission = Submission.unpack(run[start : start + SLOT_BYTES])
+        for submission in Submission.unpack_many(run):
             match submission.kind:
                 case SubmissionKind.ENCODE:
                     jobs += self._begin(submission)

@@ -245,6 +245,7 @@ class SubmissionKind(IntEnum):
     DRAIN = 4
 
 
+_SUBMISSION_KINDS: Final = {int(kind): kind for kind in SubmissionKind}
 _SUBMISSION: Final = struct.Struct("<IIQQQQIIQI68x")
 
 
@@ -277,14 +278,17 @@ class Submission(NamedTuple):
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
         """Parse a slot; RegionCorrupt for an unknown kind."""
-        kind, block, ticket, deadline, offset, nbytes, meta, items, generation, streamed = _SUBMISSION.unpack(
-            raw
-        )
-        try:
-            known = SubmissionKind(kind)
-        except ValueError:
-            raise RegionCorrupt(f"unknown submission kind {kind}") from None
-        return cls(known, ticket, deadline, offset, nbytes, meta, items, block, generation, streamed)
+        return next(cls.unpack_many(raw))
+
+    @classmethod
+    def unpack_many(cls, slots: bytes) -> Iterator[Self]:
+        """Parse slots one behind the other; RegionCorrupt at the first of an unknown kind."""
+        for fields in _SUBMISSION.iter_unpack(slots):
+            kind, block, ticket, deadline, offset, nbytes, meta, items, generation, streamed = fields
+            known = _SUBMISSION_KINDS.get(kind)
+            if known is None:
+                raise RegionCorrupt(f"unknown submission kind {kind}")
+            yield cls(known, ticket, deadline, offset, nbytes, meta, items, block, generation, streamed)
 
 
 assert _SUBMISSION.size == SLOT_BYTES

@@ -70,8 +70,8 @@ def test_the_digest_is_that_of_the_same_items_over_http(regions: SessionRegions)
         (sources(ItemSource(128, -1)), InvalidRequest),
     ],
     ids=[
-        "no items", "too many items", "modality", "control character", "long req_id", "empty item", "large item",
-        "no msgpack", "leaves the run", "in the head", "overlap", "negative",
+        "no items", "too many items", "modality", "control character", "long req_id", "empty item",
+        "large item", "no msgpack", "leaves the run", "in the head", "overlap", "negative",
     ],
 )  # fmt: skip
 def test_a_request_that_makes_no_sense_is_refused(
