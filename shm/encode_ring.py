@@ -24,7 +24,6 @@ from shm.layout import (
     SESSION_COMPLETION_PRODUCER_OFFSET,
     SESSION_FAULT_BYTES,
     SESSION_REQUEST_SLOTS,
-    SLOT_BYTES,
     SessionAnswer,
     SessionCompletion,
     SessionDescriptor,
@@ -283,8 +282,7 @@ class EncodeRing:
     def _deliver(self, slots: bytes) -> None:
         unwanted: list[int] = []
         with self._lock:
-            for start in range(0, len(slots), SLOT_BYTES):
-                answer = SessionCompletion.unpack(slots[start : start + SLOT_BYTES])
+            for answer in SessionCompletion.unpack_many(slots):
                 call = self._calls.get(answer.request % SESSION_REQUEST_SLOTS)
                 if call is None or call.number != answer.request:
                     raise RegionCorrupt("an answer to a request that is not under way")

@@ -436,6 +436,7 @@ class SessionAnswer(IntEnum):
     FAILED = 3
 
 
+_SESSION_ANSWERS: Final = {int(kind): kind for kind in SessionAnswer}
 _SESSION_COMPLETION: Final = struct.Struct("<IIQQQQQ9I44x")
 
 
@@ -475,16 +476,22 @@ class SessionCompletion(NamedTuple):
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
         """Parse a slot; RegionCorrupt for an unknown kind."""
-        (kind, status, request, lease, generation, offset, nbytes, segment, epoch, block, rows, dim, dtype,
-         metadata_bytes, retry_after_ms, fault_bytes) = _SESSION_COMPLETION.unpack(raw)  # fmt: skip
-        try:
-            known = SessionAnswer(kind)
-        except ValueError:
-            raise RegionCorrupt(f"unknown session answer {kind}") from None
-        return cls(
-            known, request, lease, generation, offset, nbytes, segment, epoch, block, rows, dim, dtype,
-            metadata_bytes, status, retry_after_ms, fault_bytes,
-        )  # fmt: skip
+        return next(cls.unpack_many(raw))
+
+    @classmethod
+    def unpack_many(cls, slots: bytes) -> Iterator[Self]:
+        """Parse slots one behind the other; RegionCorrupt at the first of an unknown kind."""
+        for (
+            kind, status, request, lease, generation, offset, nbytes, segment, epoch, block, rows, dim, dtype,
+            metadata_bytes, retry_after_ms, fault_bytes,
+        ) in _SESSION_COMPLETION.iter_unpack(slots):  # fmt: skip
+            known = _SESSION_ANSWERS.get(kind)
+            if known is None:
+                raise RegionCorrupt(f"unknown session answer {kind}")
+            yield cls(
+                known, request, lease, generation, offset, nbytes, segment, epoch, block, rows, dim, dtype,
+                metadata_bytes, status, retry_after_ms, fault_bytes,
+            )  # fmt: skip
 
 
 assert _SESSION_COMPLETION.size == SLOT_BYTES
