@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from app.segments import Block, Segments
     from app.worker import Worker
 
+# Of items that the worker may never have looked at.
+UNTRIED = frozenset({ErrorCode.CANCELLED, ErrorCode.DEADLINE, ErrorCode.WORKER_LOST})
 DRAIN_MAX = 64  # records taken before the event loop has its turn again
 
 
@@ -177,6 +179,7 @@ class Completions:
             worker.segment.confirm(block, record, BlockState.READY)
         self._inflight.attempt_ended(attempt)
         worker.has_served = True
+        flight.is_harmless = True
         block.attempt = None
         if flight.decides(attempt):
             self._inflight.conclude(flight)
@@ -195,6 +198,7 @@ class Completions:
         self._count_dropped(record)
         error = from_worker(record.error, record.error_item, record.error_value, record.error_limit)
         flight = attempt.flight
+        flight.is_harmless |= record.error not in UNTRIED
         if flight.decides(attempt):
             self._end_or_try_again(flight, attempt, error, record.error)
         if block is not None:

@@ -144,13 +144,13 @@ class Dispatch:
             self._quarantine.split(homeless)
             self._quarantine.split(lost)
         else:
-            self._waiting.extendleft(reversed(lost + homeless))
+            self._put_back(lost + homeless)
         self.pump()
 
     def try_again(self, flight: Flight) -> None:
         """Its worker gave it back unfinished, though nothing is wrong with it."""
         self._retried += 1
-        self._waiting.appendleft(flight)
+        self._put_back([flight])
         self.pump()
 
     def statistics(self) -> DispatchStatistics:
@@ -225,6 +225,14 @@ class Dispatch:
             flight.fail(error)
             return False
         return True
+
+    def _put_back(self, flights: list[Flight]) -> None:
+        """Nothing new is known of these, oldest first: they go on where they were, before all others."""
+        for flight in reversed(flights):
+            if self._poison.suspects_content(flight.job.digest):
+                self._quarantine.admit(flight)
+            else:
+                self._waiting.appendleft(flight)
 
     def _take_back(self, flight: Flight) -> bool:
         if flight in self._waiting:

@@ -69,7 +69,8 @@ class Flight:
     attempts are those that have not ended: none while it waits for a worker, two when a stuck worker's was
     tried elsewhere too. is_over: its outcome is known; attempts that still run only have to end. given: the
     attempt whose block somebody has a handle to, though it is still being filled: the encode must end in that
-    very block. deadline_ns: of the last who waits. keys: the req_keys that joined.
+    very block. deadline_ns: of the last who waits. keys: the req_keys that joined. is_harmless: a worker was
+    done with it, and lives.
     """
 
     job: EncodeJob
@@ -81,6 +82,7 @@ class Flight:
     attempts: list[Attempt] = field(default_factory=list)
     is_over: bool = False
     given: Attempt | None = None
+    is_harmless: bool = False
 
     @property
     def attempt(self) -> Attempt | None:

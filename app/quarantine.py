@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ PARTS: Final = (
 class Trial:
     """One group that has a worker for itself.
 
-    untried: those that its ring had no room for yet. digests: the contents of all, for the verdict.
+    untried: those that its ring had no room for yet. flights: all, for the verdict.
     """
 
     worker: Worker
     untried: deque[Flight]
-    digests: list[bytes] = field(default_factory=list)
+    flights: list[Flight]
 
     @property
     def is_survived(self) -> bool:
@@ -85,17 +85,18 @@ class Quarantine:
     def begin(self, worker: Worker) -> None:
         """The next group has this idle worker for itself."""
         group = self._groups.popleft()
-        self._trials[worker] = Trial(worker, group, [flight.job.digest for flight in group])
+        self._trials[worker] = Trial(worker, group, list(group))
 
     def trials(self) -> Iterable[Trial]:
         """Every group that has a worker."""
         return self._trials.values()
 
     def end_survived(self) -> Iterator[bytes]:
-        """End the trials that are over; the contents that are cleared by them."""
+        """End the trials that are over; the contents that are cleared by them. What was cancelled before its
+        worker came to it stays a suspect."""
         for trial in [trial for trial in self._trials.values() if trial.is_survived]:
             del self._trials[trial.worker]
-            yield from trial.digests
+            yield from (flight.job.digest for flight in trial.flights if flight.is_harmless)
 
     def end(self, worker: Worker) -> list[Flight]:
         """The worker died: those of its group that it never had."""

@@ -42,6 +42,7 @@ class Scene:
 
     def end(self, flight: Flight) -> None:
         """Its worker has answered it."""
+        flight.is_harmless = True
         for attempt in list(flight.attempts):
             self.inflight.attempt_ended(attempt)
         self.served.add(flight.job.req_key)
@@ -253,6 +254,25 @@ async def test_an_abandoned_suspect_leaves_the_quarantine() -> None:
             here.dispatch.abandon(flight)
         assert here.dispatch.statistics().waiting == 0
         assert here.inflight.statistics().flights == 0
+
+
+@on_loop
+async def test_a_suspect_whose_client_goes_before_it_was_tried_stays_one() -> None:
+    async with scene(workers=1) as here:
+        here.expected = True
+        flights = [here.submit(key, key.encode()) for key in ("a", "b")]
+        await here.replace_lost()
+        here.dispatch.pump()
+        tried = next(flight for flight in flights if flight.attempts)
+        here.dispatch.abandon(tried)
+        tried.waiters.clear()
+        [attempt] = tried.attempts
+        here.inflight.attempt_ended(attempt)  # CANCELLED
+        here.inflight.conclude(tried)
+        here.dispatch.pump()
+        assert here.dispatch.statistics().suspects == 2
+        here.finish_all()
+        assert here.dispatch.statistics().suspects == 1
 
 
 @on_loop
