@@ -13,7 +13,14 @@ from typing import Any, Final, NoReturn
 import msgspec
 
 from app import logs
-from app.config import EXIT_CONFIG, ServeConfig, check, default_attach_socket
+from app.config import (
+    BATCH_PATCHES_ON_CPU,
+    BATCH_PATCHES_ON_CUDA,
+    EXIT_CONFIG,
+    ServeConfig,
+    check,
+    default_attach_socket,
+)
 from app.errors import ConfigError
 from app.hub import resolve_checkpoint
 from app.notify import take_environment
@@ -155,7 +162,13 @@ def _add_worker_options(parser: argparse.ArgumentParser, defaults: ServeConfig) 
         "--tower", choices=("auto", "stub"), default=defaults.tower, help="stub: a test tower without torch"
     )
     group.add_argument("--max-batch-size", type=int, default=defaults.max_batch_items, metavar="ITEMS")
-    group.add_argument("--max-batch-patches", type=int, default=defaults.max_batch_patches, metavar="N")
+    group.add_argument(
+        "--max-batch-patches",
+        type=int,
+        default=defaults.max_batch_patches,
+        metavar="N",
+        help=f"default: {BATCH_PATCHES_ON_CPU} on the processor, {BATCH_PATCHES_ON_CUDA} on CUDA",
+    )
     group.add_argument(
         "--max-batch-wait-us",
         type=int,

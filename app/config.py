@@ -14,6 +14,9 @@ from shm.messages import EXIT_CONFIG as EXIT_CONFIG  # of the daemon as of its w
 from shm.messages import MediaOptions
 
 MEBIBYTE = 1 << 20
+# On a processor a larger batch only leaves its caches: 16,384 takes 5 % more time an image and 300 MB more.
+BATCH_PATCHES_ON_CPU = 4096
+BATCH_PATCHES_ON_CUDA = 16384
 TP_SIZE_MAX = 16  # devices of one host that a tower can be worth
 
 
@@ -39,7 +42,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     tower: Literal["auto", "stub"] = "auto"
     max_batch_items: int = 32
-    max_batch_patches: int = 16384
+    max_batch_patches: int | None = None  # None: as the device likes it (`app.launch`)
     max_batch_wait_us: int = 0
     preprocess_threads: int = 2
     preprocess_device: Literal["auto", "cpu", "device"] = "auto"
@@ -129,12 +132,13 @@ def _check_minimums(config: ServeConfig) -> None:
     minimums = [
         ("--workers", config.workers, 1),
         ("--max-batch-size", config.max_batch_items, 1),
-        ("--max-batch-patches", config.max_batch_patches, 1),
         ("--preprocess-threads", config.preprocess_threads, 1),
         ("--max-queued-requests", config.max_queued_requests, 1),
         ("--max-queued-bytes", config.max_queued_bytes, 1),
         ("--segment-size", config.segment_bytes, MEBIBYTE),
     ]
+    if config.max_batch_patches is not None:
+        minimums.append(("--max-batch-patches", config.max_batch_patches, 1))
     for option, value, minimum in minimums:
         if value < minimum:
             raise ConfigError(f"{option} {value} must be at least {minimum}")

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from app.config import ServeConfig
+from app.config import BATCH_PATCHES_ON_CPU, BATCH_PATCHES_ON_CUDA, ServeConfig
 from app.ranks import RankProcess
 from app.worker import LINK_SLOT_COUNT
 from shm.group import create_group
@@ -117,20 +117,21 @@ class Launcher:
         """What this rank of the worker of these regions is told. Rank 0 alone gets the link."""
         config = self._config
         place = regions.link.header.place
+        device = _device(config, place * config.tp_size + rank)
         return WorkerConfig(
             index=place,
             epoch=regions.link.header.epoch,
             parent_pid=os.getpid(),
             checkpoint=config.checkpoint,
             tower=config.tower,
-            device=_device(config, place * config.tp_size + rank),
+            device=device,
             dtype=config.dtype,
             link_fd=regions.link.fd if rank == 0 else -1,
             arena_fd=self._arena_read_only_fd,
             segment_fd=regions.segment.fd,
             completion_eventfd=regions.completion_eventfd if rank == 0 else -1,
             max_batch_items=config.max_batch_items,
-            max_batch_patches=config.max_batch_patches,
+            max_batch_patches=config.max_batch_patches or _batch_patches(device),
             max_batch_wait_us=config.max_batch_wait_us,
             preprocess_threads=config.preprocess_threads,
             preprocess_device=config.preprocess_device,
@@ -173,3 +174,7 @@ def _device(config: ServeConfig, number: int) -> str:
     """One device for each rank of each place. "auto" is CUDA where its driver has made its device file."""
     cuda = config.device == "cuda" or (config.device == "auto" and Path("/dev/nvidiactl").exists())
     return f"cuda:{config.base_gpu_id + number}" if cuda else "cpu"
+
+
+def _batch_patches(device: str) -> int:
+    return BATCH_PATCHES_ON_CPU if device == "cpu" else BATCH_PATCHES_ON_CUDA

@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,20 @@ def test_each_place_has_its_device(tmp_path: Path, device: str, expected: str) -
         launcher = Launcher(config, BOOT_ID, Backing.MEMFD, nothing.fileno())
         regions = launcher.create_regions(place=3, epoch=1)
         assert launcher.worker_config(regions).device == expected
+        regions.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({"device": "cpu"}, 4096), ({"device": "cuda"}, 16384), ({"device": "cpu", "max_batch_patches": 7}, 7)],
+)
+def test_a_worker_is_told_what_its_device_takes_in_one_batch(
+    tmp_path: Path, changes: dict[str, Any], expected: int
+) -> None:
+    with Path("/dev/null").open() as nothing:
+        launcher = Launcher(serve_config(tmp_path, **changes), BOOT_ID, Backing.MEMFD, nothing.fileno())
+        regions = launcher.create_regions(place=0, epoch=1)
+        assert launcher.worker_config(regions).max_batch_patches == expected
         regions.close()
 
 
