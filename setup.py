@@ -8,7 +8,11 @@ setup(
             "shm._core",
             sources=[
                 "shm/csrc/module.c",
-                "shm/csrc/ring_types.c",
+                "shm/csrc/binding.c",
+                "shm/csrc/producer_type.c",
+                "shm/csrc/consumer_type.c",
+                "shm/csrc/header_functions.c",
+                "shm/csrc/text_functions.c",
                 "shm/csrc/ring.c",
                 "shm/csrc/doorbell.c",
                 "shm/csrc/block.c",

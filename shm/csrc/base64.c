@@ -70,8 +70,9 @@ static inline bool decode_eight(const unsigned char *source, unsigned char *targ
 }
 
 #ifdef __x86_64__
-/* Sixteen characters to twelve bytes, as Wojciech Mula does it: the upper half of a character chooses what to add to it, both halves together whether it is in the
- * alphabet. How many groups were done: up to the first with another character. */
+/* Sixteen characters to twelve bytes, by Wojciech Mula's method: the upper half of a character chooses what to add
+ * to it, both halves together say whether it is in the alphabet. How many groups were done: up to the first with
+ * another character. */
 __attribute__((target("ssse3"))) static size_t decode_sixteens(
     const unsigned char *source, unsigned char *target, size_t groups)
 {

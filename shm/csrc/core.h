@@ -1,6 +1,6 @@
 /* core.h - whole operations on shared memory, free of Python: pointers in, a status out.
  *
- * Called by the binding (module.c, ring_types.c), which checks every range before it makes a pointer,
+ * Called by the binding (binding.h), which checks every range before it makes a pointer,
  * and by tests/stress/threads.c. No function allocates, keeps state of its own or takes a lock.
  */
 #ifndef ENCODERD_CORE_H
