@@ -200,14 +200,14 @@ class Completions:
         flight = attempt.flight
         flight.is_harmless |= record.error not in UNTRIED
         if flight.decides(attempt):
-            self._end_or_try_again(flight, attempt, error, record.error)
+            self._end_or_try_again(flight, error, record.error)
         if block is not None:
             block.attempt = None
             self._leases.block_ended(block)
         elif record.block != NO_BLOCK:
             self._segments.reclaim_run(worker.segment, record.block, record.generation)
 
-    def _end_or_try_again(self, flight: Flight, attempt: Attempt, error: RequestError, code: int) -> None:
+    def _end_or_try_again(self, flight: Flight, error: RequestError, code: int) -> None:
         # What is wrong with an item is so on every worker; for anything else the other attempt may do better.
         if flight.attempts and error.item_index is None and flight.given is None:
             return

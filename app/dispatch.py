@@ -227,12 +227,15 @@ class Dispatch:
         return True
 
     def _put_back(self, flights: list[Flight]) -> None:
-        """Nothing new is known of these, oldest first: they go on where they were, before all others."""
-        for flight in reversed(flights):
+        """Nothing new is known of these, oldest first: suspects among suspects, the others before all who
+        wait."""
+        innocent = []
+        for flight in flights:
             if self._poison.suspects_content(flight.job.digest):
                 self._quarantine.admit(flight)
             else:
-                self._waiting.appendleft(flight)
+                innocent.append(flight)
+        self._waiting.extendleft(reversed(innocent))
 
     def _take_back(self, flight: Flight) -> bool:
         if flight in self._waiting:

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from app.inflight import Flight
     from app.worker import Worker
 
-PARTS: Final = (
-    4  # groups that suspects are split into: halves need twice the deaths, eighths twice the trials
-)
+# Groups that suspects are split into: halves need twice the deaths, eighths twice the trials.
+PARTS: Final = 4
 
 
 @dataclass(slots=True, eq=False)

@@ -153,10 +153,6 @@ class EncodeRing:
             raise self._refusal(call, answer)
         return answer
 
-    def encode(self, request: Request, wait: SessionWait, timeout: float) -> SessionCompletion:
-        """begin and finish."""
-        return self.finish(self.begin(request, wait, timeout))
-
     def forget(self, call: Call) -> None:
         """As abandon, soon: for the garbage collector, which comes in the middle of anything."""
         self._forgotten.append(call)

@@ -92,15 +92,17 @@ def request(*items: bytes) -> Request:
     return pack_request(items or (b"item",), "image", "")
 
 
-def encode(ring: EncodeRing, what: Request, timeout: float = PATIENCE_S) -> SessionCompletion:
-    return ring.encode(what, SessionWait.READY, timeout)
+def encode(
+    ring: EncodeRing, what: Request, timeout: float = PATIENCE_S, wait: SessionWait = SessionWait.READY
+) -> SessionCompletion:
+    return ring.finish(ring.begin(what, wait, timeout))
 
 
 def test_the_bytes_and_the_terms_arrive_and_the_answer_comes_back(
     control: Control, ring: EncodeRing, threads: ThreadPoolExecutor
 ) -> None:
     packed = pack_request([b"one", b"two"], "image", "name")
-    answer = threads.submit(ring.encode, packed, SessionWait.SHAPE, PATIENCE_S)
+    answer = threads.submit(encode, ring, packed, wait=SessionWait.SHAPE)
     asked = control.take()
     assert (asked.kind, asked.wait) == (SessionKind.ENCODE, SessionWait.SHAPE)
     assert (asked.nbytes, asked.metadata_bytes, asked.req_id_bytes) == packed[1:]
