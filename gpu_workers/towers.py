@@ -132,7 +132,7 @@ def _token_embeddings(model: PreTrainedModel) -> nn.Module | None:
     """What is left of them after the language model went by its name; None if nothing is."""
     try:
         found = model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
+    except (AttributeError, NotImplementedError):  # the language model that it would ask is dropped already
         return None
     return found if isinstance(found, nn.Embedding) else None
 

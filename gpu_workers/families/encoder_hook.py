@@ -168,6 +168,8 @@ def _load_part(hook: Hook, modality: Modality, method: str, loader: Callable[[],
     """ValueError if the hook does not take the modality."""
     try:
         return HookedPart(hook, modality, method, loader())
+    # What a class raises that has the method's name and not this modality, or wants what no processor gives:
+    # the other modalities are served all the same.
     except (NotImplementedError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(
             f"{_HOOK} or {method} failed on a sample: {type(error).__name__}: {error}"
